@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +21,38 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CARDS = ROOT / "tests" / "data" / "cards"
+RESULTS = ROOT / "benchmarks" / "results"
+H200 = "h200-sxm-141gb"
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "memory")]
 
+# Runs at which nobody looked before the constants had been chosen.
+UNSEEN = frozenset(
+    {"llama-1b-zero3", "llama-1b-offload", "llama-1b-long-compile", "llama-3b-lora-liger", "gpt-oss-eager"}
+    | {"q4b-planned", "q05-compile", "l3b-micro8", "l1b-chunked", "q17-micro4", "q4b-micro4", "l1b-full-loss"}
+    | {"sm-lora-micro2", "l3b-lora-32k-liger"}
+)
 # Rows whose optimizers ran on the host, whose memory they shared with other cases beside them.
 HOST_SHARED = frozenset({"optimizer-cpu-zero1", "full-cpu-zero3", "full-cpu-zero3-2", "twin-flow-zero3-2"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A measured run: `toolkit` and `planned` of the toolkit's own loop, `engine` and `h100` of the plain DeepSpeed engine.
+    """A measured run: `toolkit`, `planned` and `parallel` of the toolkit's own loop, `engine` and `h100` of the plain engine.
 
-    The runs of `planned` were made after the constants had been set.
+    Those of `parallel` are of two cards, and of ranks of pipelines that ran alone; no constant was chosen by them.
     """
 
     source: str
     name: str
     what: Any
     seconds: float
+
+    @property
+    def kind(self) -> str:
+        """Group under which the row is counted."""
+        if self.name in UNSEEN:
+            return "unseen"
+        return "compiled" if self.source == "toolkit" and self.compiled else self.source
 
     @property
     def compiled(self) -> bool:
@@ -49,13 +65,15 @@ def rows() -> Iterator[Row]:
     """Yield every stored run that has the time of a step."""
     from measured import measured_runs
 
-    for line in (CARDS / "speed_runs.jsonl").read_text(encoding="utf-8").splitlines():
-        run = json.loads(line)
-        yield Row(source="toolkit", name=run["id"], what=run, seconds=run["step_seconds"])
-    for line in (ROOT / "benchmarks" / "results" / "planned-1xh200.jsonl").read_text(encoding="utf-8").splitlines():
-        run = json.loads(line)
-        if run["mode"] == "toolkit":
-            yield Row(source="planned", name=run["id"], what=run, seconds=run["step_seconds"])
+    again: dict[str, list[float]] = defaultdict(list)
+    for run in _lines(CARDS / "repeated_runs.jsonl"):
+        again[run["id"]].append(run["step_seconds"])
+    for source, file in (("toolkit", CARDS / "speed_runs.jsonl"), ("planned", RESULTS / "planned-1xh200.jsonl")):
+        for run in _lines(file):
+            if run["mode"] == "toolkit":
+                seconds = statistics.median([run["step_seconds"], *again[run["id"]]])
+                yield Row(source=source, name=run["id"], what=run, seconds=seconds)
+    yield from _parallel_rows()
     for run in measured_runs():
         yield Row(source="h100", name=run["id"], what=run, seconds=run["step_seconds"])
     for line in (CARDS / "runs.jsonl").read_text(encoding="utf-8").splitlines():
@@ -65,12 +83,72 @@ def rows() -> Iterator[Row]:
             yield Row(source="engine", name=run["id"], what=run, seconds=seconds)
 
 
+def _lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _parallel_rows() -> Iterator[Row]:
+    """Yield runs of tensor groups, of two data-parallel cards, and of the slowest rank of each pipeline that was run alone."""
+    groups: dict[str, list[tuple[float, Any]]] = defaultdict(list)
+    train = {"precision": "bf16", "sequence_length": 4096, "gradient_accumulation_steps": 1, "max_steps": 5}
+    for run in _lines(RESULTS / "tensor-2xh200.jsonl"):
+        mode, _, case = run["case"].partition(":")
+        if mode == "toolkit":
+            said = dict(item.split("=") for item in case.split(","))
+            kernels = said.get("kernels", "eager")
+            own = train | {
+                "per_device_train_batch_size": int(said["micro"]),
+                "gradient_checkpointing": float(said.get("checkpointing", 0)),
+                "kernels": "liger" if kernels == "liger" else "eager",
+                "torch_compile": kernels == "compile",
+            }
+            job = {"train": own, "parallel": {"zero_stage": 1, "tensor": 2}}
+            groups[f"tensor=2,{case}"].append((run["step_seconds"], (run["model"], run["layers"], H200, 2, job)))
+    for run in _lines(RESULTS / "engine-2xh200.jsonl"):
+        if run.get("mode") == "toolkit":
+            stage, _, offload = run["case"].removeprefix("zero").partition("-")
+            own = train | {"sequence_length": 2048, "per_device_train_batch_size": 4}
+            own["gradient_checkpointing"] = run["gradient_checkpointing"]
+            job = {"train": own, "parallel": {"zero_stage": int(stage), "offload": offload or "none"}}
+            name = f"two cards, {run['case']}{', checkpointing' if run['gradient_checkpointing'] else ''}"
+            groups[name].append((run["step_seconds"], ("llama-3.2-1b", 0, H200, 2, job)))
+    for run in _lines(RESULTS / "pipeline-1xh100.jsonl"):
+        _, _, case = run["case"].partition(":")
+        # Of interleaved stages the slowest was not run.
+        if run["ranks"] == "alone" and case.startswith("pipeline") and "schedule" not in case:
+            grid = {name: int(value) for name, value in (item.split("=") for item in case.split(","))}
+            own = train | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
+            job = {"train": own | {"gradient_checkpointing": True}, "parallel": {"zero_stage": 1, **grid}}
+            groups[f"{case}, alone"].append((run["step_seconds"], (run["model"], 0, "h100-sxm-80gb", 4, job)))
+    for name, runs in groups.items():
+        seconds = [each for each, _ in runs]
+        of_all = max(seconds) if name.endswith("alone") else statistics.median(seconds)
+        yield Row(source="parallel", name=name, what=runs[0][1], seconds=of_all)
+
+
+def _parallel_plan(what: Any, folder: Path) -> Any:
+    import toolkit as tk
+
+    model, layers, gpu, count, job = what
+    cluster = {"gpu": gpu, "gpus_per_node": count, "host_memory_gib": 1024}
+    plan = tk.resolve(tk.Job.model_validate({**job, "model": {"name": model, "init": "random"}, "cluster": cluster}))
+    if not layers:
+        return plan
+    path = folder / f"{model}-{layers}"
+    path.mkdir(exist_ok=True)
+    config = {**plan.model.config, "num_hidden_layers": layers}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return tk.resolve(plan.job.with_({"model.name": str(path)}))
+
+
 def plan_of(row: Row, folder: Path) -> Any:
     """Return the plan that a row ran; configurations are written into `folder`."""
     import job_speed
     import measure
     import measured
 
+    if row.source == "parallel":
+        return _parallel_plan(row.what, folder)
     if row.source == "h100":
         return measured.plan_of(row.what, folder)
     if row.source == "engine":
@@ -90,12 +168,20 @@ class Compared:
     time: Any
 
     @property
+    def seconds(self) -> float:
+        """Seconds that were foreseen for what was measured: a rank that runs alone waits for no other."""
+        waits = ("waiting for other stages", "tensor parallelism", "collectives")
+        alone = sum(self.time.parts.get(name, 0.0) for name in waits) if self.row.name.endswith("alone") else 0.0
+        return float(self.time.seconds - alone)
+
+    @property
     def error(self) -> float:
-        return float(self.time.seconds / self.row.seconds - 1)
+        return self.seconds / self.row.seconds - 1
 
     @property
     def held(self) -> bool:
-        return bool(self.time.low <= self.row.seconds <= self.time.high)
+        share = self.seconds / self.time.seconds
+        return bool(self.time.low * share <= self.row.seconds <= self.time.high * share)
 
 
 def compare(chosen: Sequence[Row], folder: Path) -> list[Compared]:
@@ -146,7 +232,7 @@ def table(found: Sequence[Compared]) -> str:
     for each in found:
         time = each.time
         lines.append(
-            f"| {each.row.name} | {each.plan.grid.world_size} | {each.row.seconds:.3f} | {time.seconds:.3f} | {each.error:+.1%} | "
+            f"| {each.row.name} | {each.plan.grid.world_size} | {each.row.seconds:.3f} | {each.seconds:.3f} | {each.error:+.1%} | "
             f"{time.low:.3f} to {time.high:.3f} | {'host' if time.host_bound else 'card'} |"
         )
     return "\n".join(lines)
@@ -155,7 +241,7 @@ def table(found: Sequence[Compared]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-compile", action="store_true", help="leave out compiled rows, which take longest")
-    parser.add_argument("--source", choices=("toolkit", "planned", "engine", "h100"))
+    parser.add_argument("--source", choices=("toolkit", "planned", "parallel", "engine", "h100"))
     options = parser.parse_args()
     chosen = [
         row for row in rows() if not (options.without_compile and row.compiled) and options.source in (None, row.source)
@@ -163,9 +249,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CONFIG_HOME"] = folder  # the catalogue's figures, not those that this machine has learned
         found = compare(chosen, Path(folder))
-    for source in dict.fromkeys(row.source for row in chosen):
-        part = [each for each in found if each.row.source == source]
-        print(f"\n{source}: {json.dumps(summary(part))}\n\n{table(part)}")
+    for kind in dict.fromkeys(row.kind for row in chosen):
+        part = [each for each in found if each.row.kind == kind]
+        print(f"\n{kind}: {json.dumps(summary(part))}\n\n{table(part)}")
     print(f"\npairs that differ by a tenth, and named rightly: {ordered_pairs(found)}")
 
 

@@ -15,13 +15,17 @@ ROWS = list(rows())
 # Rows whose traces are quick and that differ in method, stage, offload, batch and kernels.
 QUICK = {"s03", "s05", "s06", "s08", "s10", "s11", "s24", "s25", "s27", "m02", "m06"}
 QUICK_OF_TOOLKIT = {"llama-3b-default", "llama-3b-liger", "llama-1b-zero1", "olmo2-liger", "qwen3-1.7b-liger-acc4"}
-# What is reached: median, ninth decile and worst error. Mixtures of experts, ZeRO-3 and whatever the host binds are the worst.
+QUICK_UNSEEN = {"llama-1b-zero3", "llama-3b-lora-liger", "gpt-oss-eager", "l3b-lora-32k-liger"}
+# What is reached: median, ninth decile and worst error. What the host binds is the worst: the same run took 0.7 to 1.4 times as long
+# at another hour.
 BOUNDS = {
-    "planned": (0.03, 0.08, 0.10),
-    "toolkit": (0.035, 0.25, 0.45),
-    "compiled": (0.10, 0.40, 0.65),
-    "h100": (0.06, 0.15, 0.25),
-    "engine": (0.07, 0.22, 0.36),
+    "unseen": (0.03, 0.13, 0.15),
+    "planned": (0.03, 0.06, 0.08),
+    "toolkit": (0.035, 0.12, 0.26),
+    "compiled": (0.035, 0.09, 0.15),
+    "parallel": (0.09, 0.18, 0.22),
+    "h100": (0.06, 0.25, 0.36),
+    "engine": (0.06, 0.20, 0.32),
 }
 
 
@@ -30,16 +34,14 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
-def kind(row):
-    return "compiled" if row.compiled and row.source == "toolkit" else row.source
-
-
 def test_the_rows_are_those_of_several_cards_and_loops():
-    counts = {name: sum(kind(row) == name for row in ROWS) for name in BOUNDS}
+    counts = {name: sum(row.kind == name for row in ROWS) for name in BOUNDS}
+    assert counts["unseen"] == 14
     assert counts["toolkit"] >= 14
     assert counts["compiled"] >= 15
+    assert counts["parallel"] >= 14
     assert counts["h100"] == 20
-    assert counts["planned"] == 7
+    assert counts["planned"] >= 7
     assert counts["engine"] >= 60
 
 
@@ -49,7 +51,7 @@ def test_rows_of_one_card_are_near_and_the_faster_plan_is_named(folder):
     reached = summary(found)
     assert reached["rows"] == len(QUICK)
     assert reached["median"] < 0.06
-    assert reached["worst"] < 0.15
+    assert reached["worst"] < 0.25
     assert reached["held"] > 0.9
     total, right = ordered_pairs(found)
     assert total >= 10
@@ -64,10 +66,25 @@ def test_rows_of_the_toolkit_are_near(folder):
     assert reached["worst"] < 0.10
 
 
+def test_rows_at_which_nobody_looked_before_are_near(folder):
+    found = compare([row for row in ROWS if row.name in QUICK_UNSEEN], folder)
+    reached = summary(found)
+    assert reached["rows"] == len(QUICK_UNSEEN)
+    assert reached["median"] < 0.05
+    assert reached["worst"] < 0.10
+    assert reached["held"] == 1
+
+
+def test_ranks_of_a_tensor_group_and_of_a_pipeline_are_near(folder):
+    found = compare([row for row in ROWS if row.name in {"tensor=2,micro=4", "pipeline=4, alone"}], folder)
+    assert summary(found)["worst"] < 0.12
+    assert all(each.held for each in found)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", BOUNDS)
 def test_every_row_is_within_what_is_said(folder, name):
-    found = compare([row for row in ROWS if kind(row) == name], folder)
+    found = compare([row for row in ROWS if row.kind == name], folder)
     median, ninth_decile, worst = BOUNDS[name]
     reached = summary(found)
     assert reached["median"] < median

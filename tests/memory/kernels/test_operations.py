@@ -111,3 +111,20 @@ def test_the_stages_of_a_pipeline_compute_what_the_whole_model_does():
     for phase in ("forward", "backward"):
         assert sum(flops(part, "product", phase) for part in parts) == flops(whole, "product", phase)
         assert all(part.chunks[0].operations == part.operations for part in parts)
+
+
+def test_gradients_of_slices_are_zeros_and_a_copy_and_joins_of_whole_tensors_are_flat():
+    recorder = OperationRecorder(lambda: None)
+    gradient, wide, half = torch.ones(4, 8), torch.ones(4, 16), torch.ones(4, 16)[:, :8]
+    for name, args, result in (
+        (torch.ops.aten.slice_backward.default, (gradient, [4, 16], 1, 0, 8, 1), wide),
+        (torch.ops.aten.cat.default, ([gradient, gradient], -1), wide),
+        (torch.ops.aten.cat.default, ([half, gradient], -1), wide),
+        (torch.ops.aten.nll_loss_backward.default, (torch.ones(()), wide, torch.zeros(4, dtype=torch.int64)), wide),
+    ):
+        recorder.dispatched(name, args, {}, result)
+    found = {(each.name, each.access): (each.bytes_read, each.bytes_written) for _, each in recorder.counts}
+    assert found["slice_backward", "flat"] == (0, 4 * 16 * 4)
+    assert found["copy_", "strided"] == (4 * 8 * 4, 4 * 8 * 4)
+    assert found["nll_loss_backward", "flat"] == (0, 4 * 16 * 4)
+    assert {access for name, access in found if name == "cat"} == {"flat", "join"}
