@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from toolkit.artifacts.record_cache import RecordCache
 from toolkit.config.job import Job
 from toolkit.memory.search.estimator import Estimator
+from toolkit.planner import own
 from toolkit.planner.make import ask
 from toolkit.planner.own import builds_kernels, choose, follow, with_choices
 from toolkit.planning.plan import Plan
@@ -51,19 +54,19 @@ def test_a_choice_is_remembered(chosen, monkeypatch):
     assert choose(resolve(job_of(max_steps=99)), folder=folder).values == made.values  # the length changes nothing
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "{", "[]", '{"values": 1, "reason": "", "line": ""}', '{"values": {"model": 1}, "reason": "", "line": ""}'],
-)
-def test_a_damaged_memory_is_searched_again(chosen, tmp_path, monkeypatch, content):
+@pytest.mark.parametrize("values", [None, "", "[]", '{"model": 1}'])
+def test_a_damaged_memory_is_searched_again(chosen, tmp_path, monkeypatch, values):
     made, folder = chosen
-    (file,) = folder.glob("*.json")
-    found, searched = json.loads(file.read_text()), []
-    (tmp_path / file.name).write_text(content)
-    monkeypatch.setattr("toolkit.planner.own._search", lambda *given: searched.append(given) or dict(found))
+    (file,) = folder.iterdir()
+    found = own._FOUND.loads(file.read_text().partition("\n")[2])
+    cache, key, searched = RecordCache(tmp_path), own._key(resolve(job_of())), []
+    cache.put(key, replace(found, values=values or ""), own._FOUND)
+    if values is None:
+        (tmp_path / file.name).write_text("{")
+    monkeypatch.setattr("toolkit.planner.own._search", lambda *given: searched.append(given) or found)
     assert choose(resolve(job_of()), folder=tmp_path).values == made.values
     assert len(searched) == 1
-    assert json.loads((tmp_path / file.name).read_text()) == found
+    assert cache.get(key, own._FOUND) == found
 
 
 def test_what_the_job_says_is_never_changed(tmp_path):

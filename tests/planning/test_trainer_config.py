@@ -1,6 +1,5 @@
 import os
 import warnings
-from importlib.metadata import PackageNotFoundError
 
 import pytest
 from plan_jobs import CPU, H100, V100, plan_of
@@ -200,12 +199,7 @@ def test_no_argument_is_deprecated(on, tmp_path):
     ],
 )
 def test_checkpointing_has_the_name_that_the_installed_version_knows(installed, name, monkeypatch):
-    def version(package):
-        if installed is None:
-            raise PackageNotFoundError(package)
-        return installed
-
-    monkeypatch.setattr(trainer_config, "version", version)
+    monkeypatch.setattr(trainer_config, "version_of", lambda package: installed)
     arguments = plan_of(train={"gradient_checkpointing": True}).training_arguments()
     assert arguments[name] is True
     assert arguments[f"{name}_kwargs"] == {"use_reentrant": False}

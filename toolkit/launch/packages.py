@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
 from toolkit.errors import Problem
 from toolkit.launch.software import software_problems
 from toolkit.planning.plan import Plan
+from toolkit.version import version_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,10 @@ LIGER_KERNELS = replace(
 def package_problems(plan: Plan) -> Iterator[Problem]:
     """Yield what a plan needs and this environment lacks or has in another version: optional packages, and software the job describes."""
     for package in _needed(plan):
-        try:
-            found = version(package.name)
-        except PackageNotFoundError:
+        found = version_of(package.name)
+        if found is None:
             yield package.problem("it is not installed")
-            continue
-        if Version(found) < Version(package.least):
+        elif Version(found) < Version(package.least):
             yield package.problem(f"{found} is installed, and {package.least} or newer is needed")
     yield from software_problems(plan)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from toolkit.errors import Problem
 from toolkit.planning.plan import Plan
+from toolkit.version import version_of
 
 # Packages of kernels for linear attention and state-space layers, by the names under which transformers imports them.
 KERNEL_PACKAGES: Mapping[str, str] = {
@@ -45,7 +46,7 @@ class Software:
         """Read what is installed on this machine."""
         return cls(
             transformers=version("transformers"),
-            kernel_packages=tuple(sorted(name for name in KERNEL_PACKAGES.values() if _is_installed(name))),
+            kernel_packages=tuple(sorted(name for name in KERNEL_PACKAGES.values() if version_of(name) is not None)),
         )
 
     @classmethod
@@ -133,11 +134,3 @@ def _model_types(config: Mapping[str, Any]) -> Iterator[str]:
     for section in (config, config.get("text_config")):
         if isinstance(section, Mapping) and isinstance(section.get("model_type"), str):
             yield section["model_type"]
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True

@@ -20,7 +20,7 @@ from toolkit.memory.report.host_loading import Loading, loading
 from toolkit.memory.report.host_ranks import host_report
 from toolkit.memory.report.overhead import TIGHT_EXPANDABLE, Allocator
 from toolkit.memory.report.ranks import phases_of_ranks, rank_report
-from toolkit.memory.report.report import MemoryReport
+from toolkit.memory.report.report import MemoryReport, PhaseReport
 from toolkit.memory.report.software import of_software
 from toolkit.memory.scenario import Scenario, check_zero_init
 from toolkit.memory.trace.events import MemoryTrace, Traces
@@ -151,11 +151,12 @@ def report_of(
     if any(each.depends_on_routing for each in events):
         unbalanced = phases_of_ranks(plan, traces(routing="worst"), settings)
         worst_peak = max(phase.allocated_bytes for found in unbalanced.values() for phase in found.values())
+    shared: dict[tuple[int, ...], dict[str, PhaseReport]] = {}  # ranks of one kind have the same phases
     ranks = tuple(
         rank_report(
             plan,
             rank,
-            phases[place.pp, place.dp],
+            shared.setdefault(tuple(map(id, phases[place.pp, place.dp].values())), phases[place.pp, place.dp]),
             settings,
             num_replicas=events[place.pp].num_replicas,
             tied=bool(events[-1].copies),

@@ -12,10 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.artifacts.record_cache import RecordCache
+from toolkit.artifacts.records import Records
 from toolkit.errors import ToolkitError, first_line
-from toolkit.io import make_folder, read_json_object, write_json
 from toolkit.launch.user_cache import user_cache_folder, user_config_folder
-from toolkit.memory.search.stored import versions
+from toolkit.memory.search.stored import OF_THE_RUN, versions
 from toolkit.planner.lines import describe_kernels
 from toolkit.planner.make import ask, search
 from toolkit.planner.options import Found, Option, fastest, setting_of
@@ -31,7 +32,26 @@ if TYPE_CHECKING:
 _LEAST_GAIN = 1.03
 # Axes of the grid: they change what a checkpoint looks like, and are left to the user.
 _LEFT_ALONE = ("parallel.tensor", "parallel.pipeline")
-_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What a search found, as data.
+
+    Args:
+        line: The line to print.
+        values: What was chosen, by key of the job, as JSON.
+        reason: Why.
+        failed: Whether it ended with an error, after which another may succeed.
+    """
+
+    line: str
+    values: str = "{}"
+    reason: str = ""
+    failed: bool = False
+
+
+_FOUND: Records[_Found] = Records(_Found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +78,17 @@ def choose(plan: Plan, *, estimator: Estimator | None = None, folder: Path | Non
         folder: Folder in which choices are remembered; that of the user's caches when left out.
     """
     kept = folder or _user_folder()
-    memory = None if kept is None else kept / f"{_key(plan)}.json"
-    known = None if memory is None else _recall(memory)
-    if known is None:
+    cache = None if kept is None else RecordCache(kept)
+    key = _key(plan)
+    known = None if cache is None else cache.get(key, _FOUND)
+    values = None if known is None else _read_values(known)
+    if known is None or values is None:
         known = _search(plan, estimator)
-        if not known.pop("failed", False) and memory is not None:
-            _remember(memory, known)
-    values = dict(known["values"])
+        values = _read_values(known) or {}
+        if not known.failed and cache is not None:
+            cache.put(key, known, _FOUND)
     try:
-        return Chosen(
-            plan=with_choices(plan, values, known["reason"]) if values else plan, values=values, line=known["line"]
-        )
+        return Chosen(plan=with_choices(plan, values, known.reason) if values else plan, values=values, line=known.line)
     except ToolkitError as error:
         return Chosen(plan=plan, values={}, line=f"the fixed defaults are taken: {error.problems[0]}")
 
@@ -111,8 +131,8 @@ def _user_folder() -> Path | None:
     return None if cache is None else cache / "plans"
 
 
-def _search(plan: Plan, estimator: Estimator | None) -> dict[str, Any]:
-    """Return what a search found: values, their reason, and the line to print."""
+def _search(plan: Plan, estimator: Estimator | None) -> _Found:
+    """Return what a search found."""
     pinned = {key: getattr(plan.job.parallel, key.rpartition(".")[2]) for key in _LEFT_ALONE}
     compiles = builds_kernels()
     if not compiles and "torch_compile" not in plan.job.train.model_fields_set:
@@ -121,23 +141,23 @@ def _search(plan: Plan, estimator: Estimator | None) -> dict[str, Any]:
         question = ask(plan.job.with_(pinned), liger=None if compiles else False)
         found = search(question, estimator=estimator)
     except ToolkitError as error:
-        return {"values": {}, "reason": "", "line": f"the fixed defaults are taken: {error.problems[0]}"}
+        return _Found(line=f"the fixed defaults are taken: {error.problems[0]}")
     except Exception as error:  # a search is a help: what it cannot do must not keep a job from running
         told = f"the search failed with {type(error).__name__}: {first_line(error)}"
-        return {"values": {}, "reason": "", "line": f"the fixed defaults are taken: {told}", "failed": True}
+        return _Found(line=f"the fixed defaults are taken: {told}", failed=True)
     if not found.options:
-        return {"values": {}, "reason": "", "line": _nothing_fits(found)}
+        return _Found(line=_nothing_fits(found))
     best = fastest(found.options)
     usual = next((option for option in found.options if option.is_default), None)
     gain = None if usual is None else usual.hours / best.hours
     values = _changes(plan, setting_of(best.plan).values())
     if not values or (gain is not None and gain < _LEAST_GAIN):
-        return {"values": {}, "reason": "", "line": _kept(best if usual is None else usual)}
+        return _Found(line=_kept(best if usual is None else usual))
     over = "the fixed defaults do not fit" if gain is None else f"foreseen {gain:.2f} × as fast as the fixed defaults"
     line = _line(best, over) + (
         "" if compiles else "; with triton and a C compiler (gcc or clang) there might be faster ones"
     )
-    return {"values": values, "reason": f"the fastest that fits these cards: {over}", "line": line}
+    return _Found(values=json.dumps(values), reason=f"the fastest that fits these cards: {over}", line=line)
 
 
 def _line(best: Option, over: str) -> str:
@@ -182,19 +202,10 @@ def _changes(plan: Plan, wanted: Mapping[str, Any]) -> dict[str, Any]:
 def _key(plan: Plan) -> str:
     """Return a digest of all that a choice depends on: job, model, card, versions, and figures measured on this machine."""
     job = plan.job.model_dump(mode="json", exclude_unset=True, exclude={"data": True})
-    for name in (
-        "output_dir",
-        "seed",
-        "max_steps",
-        "num_train_epochs",
-        "save_steps",
-        "save_total_limit",
-        "logging_steps",
-    ):
+    for name in OF_THE_RUN:
         job.get("train", {}).pop(name, None)
     data = plan.job.data
     known = {
-        "version": _VERSION,
         "job": job,
         "packing": None if data is None else data.packing,
         "evaluates": plan.settings.eval_steps is not None,
@@ -217,20 +228,11 @@ def _calibration() -> str:
     return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
-def _recall(path: Path) -> dict[str, Any] | None:
-    """Return what was remembered; None where there is nothing, or nothing that can be read."""
+def _read_values(found: _Found) -> dict[str, Any] | None:
+    """Return the values that were chosen; None where they are not those of a choice."""
     try:
-        known = read_json_object(path)
-    except (OSError, ValueError):
+        values = json.loads(found.values)
+    except ValueError:
         return None
-    sound = isinstance(known.get("values"), dict) and all(isinstance(known.get(key), str) for key in ("reason", "line"))
-    return known if sound and set(known["values"]) <= {*CHOSEN_KEYS, "train.train_batch_size"} else None
-
-
-def _remember(path: Path, known: Mapping[str, Any]) -> None:
-    """Write down a choice; a folder that cannot be written to costs the next run a search, and nothing else."""
-    try:
-        make_folder(path.parent)
-        write_json(path, dict(known))
-    except OSError:
-        return
+    known = {*CHOSEN_KEYS, "train.train_batch_size"}
+    return values if isinstance(values, dict) and set(values) <= known else None

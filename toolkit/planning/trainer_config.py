@@ -5,7 +5,6 @@ Source: transformers training_args.py; integrations/deepspeed.py trainer_config_
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from toolkit.errors import PlanError, raise_all
@@ -13,6 +12,7 @@ from toolkit.planning.accelerate_config import FSDP2
 from toolkit.planning.deepspeed_config import deepspeed_config
 from toolkit.planning.rules.integrations import consumer_problems
 from toolkit.planning.unchecked_plan import UncheckedPlan
+from toolkit.version import version_of
 
 # The first version that knows activation_checkpointing; gradient_checkpointing, the older name, warns since then.
 RENAMED_CHECKPOINTING = (5, 23)
@@ -109,8 +109,8 @@ def checkpointing_argument() -> str:
     The version is read from package metadata, without an import. Where transformers is absent, the older name is
     returned, which every version 5 accepts.
     """
-    try:
-        major, minor = version("transformers").split(".")[:2]
-    except PackageNotFoundError:
+    found = version_of("transformers")
+    if found is None:
         return "gradient_checkpointing"
+    major, minor = found.split(".")[:2]
     return "activation_checkpointing" if (int(major), int(minor)) >= RENAMED_CHECKPOINTING else "gradient_checkpointing"

@@ -10,7 +10,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from toolkit.config.job import Lora
 from toolkit.memory.kernels import compiled
-from toolkit.memory.kernels.code_cache import TextCache
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 
@@ -92,7 +91,7 @@ def test_flash_attention_of_its_own_package_is_not_compiled():
 
 
 def test_without_a_folder_nothing_is_kept():
-    cache = compiled.LayerCompiler(device=H100, cache=TextCache(None))
+    cache = compiled.LayerCompiler(device=H100, cache=None)
     assert cache.reasons == {}
 
 

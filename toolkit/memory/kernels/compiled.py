@@ -22,18 +22,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from toolkit.artifacts.record_cache import RecordCache
+from toolkit.artifacts.records import Records
 from toolkit.errors import first_line
 from toolkit.launch.user_cache import user_cache_folder
-from toolkit.memory.kernels.code_cache import OUT_OF_TIME, TextCache
-from toolkit.memory.kernels.device import Device
+from toolkit.memory.kernels.device import OUT_OF_TIME, Device
 from toolkit.memory.kernels.dispatch import choose_kernel, torch_functions
 from toolkit.memory.kernels.inductor import OutOfTime, compile_graph, lower_graph, missing_names, time_limit
 from toolkit.memory.kernels.inductor_code import load_code
 from toolkit.memory.kernels.operations import unnoted
+from toolkit.units import MIB
 from toolkit.version import installed_version
 
 # For each kind of layer and of its inputs: a dense layer takes 4 to 16 s on one core, one that unrolls a loop minutes.
 SECONDS_PER_GRAPH = 120.0
+# Code of a graph has about 50 KiB.
+MAX_CODE_BYTES = 50 * MIB
+_CODE: Records[str] = Records(str)
 
 # A leaf of a layer's result: ("output", place among the graph's), ("input", place among the leaves), ("value", itself).
 Source = tuple[str, Any]
@@ -80,7 +85,7 @@ class LayerCompiler:
     """
 
     device: Device
-    cache: TextCache = field(default_factory=lambda: _user_cache())
+    cache: RecordCache | None = field(default_factory=lambda: _user_cache())
     seconds: float = field(default_factory=lambda: SECONDS_PER_GRAPH)
     reasons: dict[Hashable, str] = field(default_factory=dict)
     num_lowered: int = 0
@@ -178,13 +183,14 @@ class LayerCompiler:
                 ),
             ]
         )
-        code = self.cache.get(key)
+        code = None if self.cache is None else self.cache.get(key, _CODE)
         if code is None:
             made = lower_graph(graph, inputs, device=self.device, **options)
             if not isinstance(made, str):
                 return made
             self.num_lowered += 1
-            self.cache.put(key, made)
+            if self.cache is not None:
+                self.cache.put(key, made, _CODE)
             code = made
         call = load_code(code)
 
@@ -195,9 +201,9 @@ class LayerCompiler:
         return run
 
 
-def _user_cache() -> TextCache:
+def _user_cache() -> RecordCache | None:
     folder = user_cache_folder()
-    return TextCache(None if folder is None else folder / "inductor")
+    return None if folder is None else RecordCache(folder / "inductor", max_bytes=MAX_CODE_BYTES)
 
 
 class CompiledForward:

@@ -9,6 +9,9 @@ from toolkit.catalog.gpus import Gpu
 # Of a card whose figure is not known, those of an H100: a norm's gradient has one row of fp32 for each, 2 MiB at a width of 4096.
 NUM_MULTIPROCESSORS = 132
 
+# Said of a layer that is not compiled for want of time, which it may be on another day: such a trace is not kept.
+OUT_OF_TIME = "is not compiled within"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:

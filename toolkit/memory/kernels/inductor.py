@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -86,13 +87,17 @@ class _Lowered(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Have the compiler raise `OutOfTime` inside a `with` block once it has worked for so long."""
-    end = time.monotonic() + seconds
+    """Have the compiler raise `OutOfTime` inside a `with` block once it has worked for so long.
+
+    Args:
+        seconds: Processor time of this process, which does not depend on what else the machine does.
+    """
+    end = time.process_time() + seconds
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if time.monotonic() > end:
+            if time.process_time() > end:
                 raise OutOfTime
             return function(*args, **kwargs)
 
@@ -100,6 +105,25 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     with _replaced({(place, name): timed(getattr(_find(place), name)) for place, name in TIMED}):
         yield
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep the compiler from telling, inside a `with` block, that the card in question is too small for a mode nobody asked for.
+
+    Source:
+        torch/_inductor/utils.py is_big_gpu.
+    """
+    logger = logging.getLogger("torch._inductor.utils")
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return "max_autotune_gemm mode" not in record.getMessage()
+
+    logger.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_kept)
 
 
 def missing_names() -> list[str]:
@@ -124,6 +148,7 @@ def compile_graph(
     from torch._inductor.compile_fx import compile_fx
 
     with (
+        _without_advice(),
         config.patch(fx_graph_cache=False, compile_threads=1),
         functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
     ):

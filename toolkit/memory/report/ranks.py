@@ -71,7 +71,10 @@ def _phases_of_stage(
         workspace=0 if plan.on_cpu else workspace_bytes(Device.of(plan.gpu).capability),
         course=course,
     )
-    return {dp: phases_of_ledger(account) for dp, account in accounts.items()}
+    phases = {
+        id(account): phases_of_ledger(account) for account in {id(each): each for each in accounts.values()}.values()
+    }
+    return {dp: phases[id(account)] for dp, account in accounts.items()}
 
 
 def stage_required_bytes(

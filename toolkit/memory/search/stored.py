@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,12 +18,13 @@ import toolkit
 from toolkit.artifacts.record_cache import RecordCache
 from toolkit.artifacts.records import Records
 from toolkit.launch.software import Software
-from toolkit.memory.kernels.code_cache import OUT_OF_TIME
+from toolkit.memory.kernels.device import OUT_OF_TIME
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.trace.events import MemoryTrace, Traces
 from toolkit.planning.plan import Plan
+from toolkit.version import version_of
 
 T = TypeVar("T")
 
@@ -44,6 +44,10 @@ _PACKAGES = (
     "flash-linear-attention",
 )
 
+# Keys of `train` on which neither a trace nor the fastest settings depend: how long a run is, and what it writes.
+OF_THE_RUN = frozenset(
+    {"output_dir", "seed", "max_steps", "num_train_epochs", "save_steps", "save_total_limit", "logging_steps"}
+)
 # What a trace does not depend on; all other keys are part of its key.
 _SETTINGS_APART = frozenset(
     {"batch", "gradient_accumulation_dtype", "zero_stage", "learning_rate", "min_learning_rate_ratio", "warmup_steps"}
@@ -62,9 +66,9 @@ _TRAIN_APART = frozenset(
         "max_grad_norm",
     }
     | {"learning_rate_scaling", "learning_rate_reference_batch_size", "lr_scheduler_type", "min_learning_rate_ratio"}
-    | {"warmup_steps", "warmup_ratio", "max_steps", "num_train_epochs", "save_steps", "save_total_limit", "eval_steps"}
-    | {"logging_steps", "report_to", "seed", "output_dir", "train_batch_size", "gradient_accumulation_steps"}
+    | {"warmup_steps", "warmup_ratio", "eval_steps", "report_to", "train_batch_size", "gradient_accumulation_steps"}
     | {"gradient_accumulation_dtype"}
+    | OF_THE_RUN
     # In the settings, decided:
     | {"per_device_train_batch_size", "per_device_eval_batch_size", "sequence_length", "precision", "attention"}
     | {"gradient_checkpointing", "kernels"}
@@ -178,10 +182,7 @@ def versions() -> str:
     """Return what stands for the code that computes: versions of packages, and the state of the toolkit's own files."""
     found = [sys.version, toolkit.__version__]
     for name in _PACKAGES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
+        found.append(f"{name} {version_of(name)}")
     root = Path(toolkit.__file__).parent
     for path in sorted(root.rglob("*.py")):
         stat = path.stat()
