@@ -18,6 +18,16 @@ MEASURED = {
         "elementwise": {"rows": [{"kernel": "copy", "size": 2**29, "bytes_per_second": 4e12, "seconds": 1e-4}]},
         "pcie": {"to_card": 5e10, "both_each": "RuntimeError: none"},
         "optimizers": {"error": "no compiler"},
+        "patterns": {
+            "rows": [
+                {"kernel": "mul heads", "elements": elements, "elements_per_second": rate}
+                for elements, rate in ((2**25, 3e11), (2**22, 5e11))
+            ]
+        },
+        "zero": {
+            f"zero2 {layers}": {"parameters": parameters, "seconds": {"step": step}}
+            for layers, parameters, step in ((4, 38, 0.01), (12, 110, 0.0244))
+        },
     },
 }
 
@@ -29,6 +39,15 @@ def test_measured_figures_take_the_place_of_the_catalogues_and_say_so():
     assert "this machine" in speed.sources["bytes_per_second"]
     assert speed.adam_bytes_per_second == BASE.adam_bytes_per_second
     assert speed.sources["adam_bytes_per_second"] == BASE.sources["adam_bytes_per_second"]
+
+
+def test_kernels_by_access_and_the_hosts_time_for_a_parameter_are_learned():
+    speed = learn_speed(MEASURED, BASE)
+    assert speed.strided_elements_per_second == 3e11
+    assert speed.join_elements_per_second == BASE.join_elements_per_second
+    assert speed.host_check_seconds + speed.host_norm_seconds == pytest.approx(0.2e-3)
+    without = {**MEASURED, "parts": {**MEASURED["parts"], "zero": {"zero2 4": {"parameters": 38}, "zero2 12": "no"}}}
+    assert learn_speed(without, BASE).host_check_seconds == BASE.host_check_seconds
 
 
 def test_the_card_is_found_by_its_kind_and_its_memory():

@@ -22,6 +22,8 @@ LEAST_SECONDS = 60e-6
 LEAST_SIZE = 512
 # Sizes that no cache holds, bytes.
 LARGE_BYTES = 64 * 2**20
+# Share of a parameter's time in the step that the search for overflow takes: 13 of the 16 kernels that the host starts for it.
+CHECK_SHARE = 13 / 16
 # Share by which memory of a card may differ between drivers.
 MEMORY_TOLERANCE = 0.03
 
@@ -71,6 +73,10 @@ def learn_speed(measured: Mapping[str, Any], base: CardSpeed) -> CardSpeed:
         "broadcast_elements_per_second": _rate(parts, ("mul_row",), elements_of=4),
         "upcast_elements_per_second": _rate(parts, ("to_float",), elements_of=6),
         "softmax_elements_per_second": _rate(parts, ("softmax",), elements_of=4),
+        "strided_elements_per_second": _pattern(parts, "mul heads", "copy heads", "mul halves", "silu half"),
+        "join_elements_per_second": _pattern(parts, "rotate heads"),
+        "scatter_elements_per_second": _pattern(parts, "sum rows"),
+        **_step_of_host(parts),
         "adam_bytes_per_second": _inside(parts, "optimizers", "deepspeed", "bytes_per_second"),
         "pcie_bytes_per_second": _inside(parts, "pcie", "to_card"),
         "pcie_both_bytes_per_second": _inside(parts, "pcie", "both_each"),
@@ -158,6 +164,25 @@ def _rate(parts: Mapping[str, Any], kernels: tuple[str, ...], *, elements_of: in
     )
     rate = _median(rates)
     return rate if rate is None or elements_of is None else rate / elements_of
+
+
+def _pattern(parts: Mapping[str, Any], *kernels: str) -> float | None:
+    """Return the elements a second of kernels by access, on the largest size that was measured."""
+    rows = [row for row in _rows(parts, "patterns") if row["kernel"] in kernels]
+    largest = max((row["elements"] for row in rows), default=0)
+    return _median(row["elements_per_second"] for row in rows if row["elements"] == largest)
+
+
+def _step_of_host(parts: Mapping[str, Any]) -> dict[str, float]:
+    """Return the host's times for a parameter in a step of ZeRO-2, from a shallow and a deep model."""
+    shallow, deep = (parts.get("zero", {}).get(f"zero2 {layers}") for layers in (4, 12))
+    if not isinstance(shallow, dict) or not isinstance(deep, dict) or "seconds" not in shallow or "seconds" not in deep:
+        return {}
+    added = deep["parameters"] - shallow["parameters"]
+    each = (deep["seconds"]["step"] - shallow["seconds"]["step"]) / added
+    if each <= 0:
+        return {}
+    return {"host_check_seconds": CHECK_SHARE * each, "host_norm_seconds": (1 - CHECK_SHARE) * each}
 
 
 def _inside(parts: Mapping[str, Any], *keys: str) -> float | None:
