@@ -51,8 +51,8 @@ def sound_plans():
             yield resolve_with(job, model=model, gpu=gpus[cluster["gpu"]])
         except ToolkitError:
             continue
-    for strategy in ("ddp", "fsdp2"):
-        yield resolve_with(make_job(parallel={"strategy": strategy}), model=model, gpu=gpus[H100["gpu"]])
+    for parallel in ({"strategy": "ddp", "ddp": {"static_graph": True}}, {"strategy": "fsdp2"}):
+        yield resolve_with(make_job(parallel=parallel), model=model, gpu=gpus[H100["gpu"]])
     staged = make_job(cluster=H100 | {"gpus_per_node": 4}, parallel={"pipeline": 2})
     yield resolve_with(staged, model=model, gpu=gpus[H100["gpu"]])
 

@@ -47,6 +47,10 @@ def _lora(**values: Any) -> dict[str, Any]:
     return {"train": {"method": "lora", "lora": {"r": 4, **values}}}
 
 
+def _torch(strategy: str, **section: Any) -> dict[str, Any]:
+    return {"parallel": {"strategy": strategy, "zero_stage": None, **section}}
+
+
 def _zero(**values: Any) -> dict[str, Any]:
     return {"deepspeed": {"zero_optimization": values}}
 
@@ -96,12 +100,18 @@ TOLD: dict[str, Pair] = {
         {"ranks": 4, "config": {"num_hidden_layers": 4}, "parallel": {**STAGES, "pipeline_schedule": name}}
         for name in ("1f1b", "gpipe")
     ),
+    "parallel.ddp.bucket_cap_mb": tuple(_torch("ddp", ddp={"bucket_cap_mb": size}) for size in (10, 50)),
+    "parallel.fsdp2.reshard_after_forward": (
+        _torch("fsdp2"),
+        _torch("fsdp2", fsdp2={"reshard_after_forward": False}),
+    ),
     "deepspeed.zero_optimization.overlap_comm": ({}, _zero(overlap_comm=True)),
     "deepspeed.wall_clock_breakdown": ({}, {"deepspeed": {"wall_clock_breakdown": True}}),
 }
 REFUSED: dict[str, Pair] = {
     "cluster.gpus_per_node": ({}, {"ranks": 1, "train": {"gradient_accumulation_steps": 4}}),
     "parallel.zero_stage": ({}, {"parallel": {"zero_stage": 1}}),
+    "parallel.strategy": (_torch("ddp"), _torch("fsdp2")),
     "train.method": ({}, {"train": {"method": "lora"}}),
     "train.optimizer": ({}, {"train": {"optimizer": "adamw_torch"}}),
     "train.weight_decay": ({}, {"train": {"weight_decay": 0.1}}),

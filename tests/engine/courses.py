@@ -43,6 +43,7 @@ class Case:
     train: dict[str, Any]
     stage: int | None = None
     strategy: str = "zero"
+    options: dict[str, Any] | None = None
     architecture: str = "llama"
     offload: str = "none"
     packing: str = "wrapped"
@@ -72,6 +73,7 @@ class Case:
             parallel={
                 "strategy": self.strategy,
                 "zero_stage": self.stage,
+                **({} if self.options is None else {self.strategy: self.options}),
                 "offload": self.offload,
                 "tensor": self.tensor,
                 "sequence_parallel": self.sequence_parallel,

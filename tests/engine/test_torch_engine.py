@@ -34,6 +34,10 @@ from toolkit.errors import CheckpointError, PlanError
 from toolkit.planning.plan import Plan
 
 STEPS, BEFORE, AFTER = 10, 3, 2
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ddp": {"bucket_cap_mb": 1, "find_unused_parameters": True, "broadcast_buffers": False},
+    "fsdp2": {"reshard_after_forward": False},
+}
 STRATEGIES = ("ddp", "fsdp2")
 LORA_HEAD = LORA | {"lora": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}}
 CHUNKED = {"loss": "chunked"}
@@ -53,23 +57,25 @@ def cases() -> dict[str, Case]:
         bound = NEAR if strategy == "fsdp2" else NEAR | {"weight_tolerance": 8e-3}
         made[f"bf16 {strategy}"] = Case(train=SGD | BF16 | {"gradient_checkpointing": True}, **of, **bound)
         made[f"compiled {strategy}"] = Case(train=SGD | CHUNKED | COMPILED, **of)
+        made[f"options {strategy}"] = Case(train=SGD, options=OPTIONS[strategy], **of)
         made[f"padded, alone {strategy}"] = Case(train=SGD, packing="none", data=1, **of)
+    replicated = {"dp_replicate_size": 2, "reduce_dtype": "fp32"}
+    made["hybrid fsdp2"] = Case(train=SGD | BF16, strategy="fsdp2", options=replicated, data=4, **NEAR)
+    made["replicated fsdp2"] = Case(train=SGD, strategy="fsdp2", options={"dp_replicate_size": 2})
+    made["static graph ddp"] = Case(train=SGD, strategy="ddp", options={"static_graph": True}, micro_batches=1)
     return made
 
 
 CASES = cases()
-ALONE = tuple(name for name, case in CASES.items() if case.data == 1)
 DEFAULT = tuple(name for name in CASES if not name.startswith("compiled"))
+SIZES = (1, RANKS, 4)
 
 
 @pytest.fixture(scope="module")
-def courses() -> list[dict[str, Any]]:
-    return run_distributed(train_all, RANKS, arguments_of({name: CASES[name] for name in DEFAULT if name not in ALONE}))
-
-
-@pytest.fixture(scope="module")
-def alone() -> list[dict[str, Any]]:
-    return run_distributed(train_all, 1, arguments_of({name: CASES[name] for name in ALONE}))
+def courses() -> dict[int, list[dict[str, Any]]]:
+    """By number of ranks: what each rank found."""
+    of_size = {size: {name: CASES[name] for name in DEFAULT if CASES[name].data == size} for size in SIZES}
+    return {size: run_distributed(train_all, size, arguments_of(chosen)) for size, chosen in of_size.items()}
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +87,9 @@ def compiled() -> list[dict[str, Any]]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", parameters(CASES, default=DEFAULT))
 def test_follows_plain_torch(name: str, request: pytest.FixtureRequest) -> None:
-    launch = "alone" if name in ALONE else "courses" if name in DEFAULT else "compiled"
-    assert_follows_plain_torch(CASES[name], [rank[name] for rank in request.getfixturevalue(launch)])
+    case = CASES[name]
+    found = request.getfixturevalue("courses")[case.data] if name in DEFAULT else request.getfixturevalue("compiled")
+    assert_follows_plain_torch(case, [rank[name] for rank in found])
 
 
 # ---- checkpoints and exports ------------------------------------------------------------------------------------------

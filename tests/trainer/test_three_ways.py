@@ -218,6 +218,27 @@ def test_the_libraries_read_ddp_and_fsdp2_as_they_are_meant(strategy, tmp_path):
         assert arguments.ddp_find_unused_parameters is False
 
 
+@pytest.mark.parametrize(
+    ("parallel", "consumers"),
+    [
+        ({"strategy": "fsdp2", "fsdp2": {"dp_replicate_size": 2}}, ("trainer", "accelerate")),
+        ({"strategy": "fsdp2", "fsdp2": {"reduce_dtype": "fp32"}}, ("trainer", "accelerate")),
+        ({"strategy": "ddp", "ddp": {"bucket_cap_mb": 50}}, ("accelerate",)),
+    ],
+)
+def test_options_without_a_key_are_refused_to_the_others(parallel, consumers):
+    cluster = tk.Cluster(gpu="h100-sxm-80gb", gpus_per_node=2)
+    plan = tk.resolve(tk.Job(model="quickstart-llama", cluster=cluster, parallel=tk.Parallel(**parallel)))
+    calls = {"trainer": plan.training_arguments, "accelerate": plan.accelerate_config}
+    for consumer, call in calls.items():
+        if consumer not in consumers:
+            assert call()["ddp_bucket_cap_mb"] == 50
+            continue
+        with pytest.raises(tk.ToolkitError) as caught:
+            call()
+        assert caught.value.codes == ("INTEGRATION_STRATEGY",)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_torch_strategies_on_cpu_are_refused_to_who_would_run_another(strategy):
     job = tk.Job(

@@ -133,7 +133,9 @@ ACCELERATE: dict[str, Origin] = {
     "fsdp_config.fsdp_auto_wrap_policy": Origin((), "one group for each decoder layer"),
     "fsdp_config.fsdp_cpu_ram_efficient_loading": Origin((), "one process of a node reads the weights"),
     "fsdp_config.fsdp_offload_params": Origin((), "weights and optimizer state stay on the card"),
-    "fsdp_config.fsdp_reshard_after_forward": Origin((), "a layer's weights are gathered again in the backward pass"),
+    "fsdp_config.fsdp_reshard_after_forward": Origin(
+        ("parallel.fsdp2.reshard_after_forward",), "a layer's weights are gathered again in the backward pass"
+    ),
     "fsdp_config.fsdp_state_dict_type": Origin((), "each rank saves its part"),
     "machine_rank": Origin((), "the first node; commands.sh gives the others their rank as --machine_rank"),
     "main_process_ip": Origin((), "the first of the hosts that `toolkit emit` was given: the node of rank 0"),
@@ -192,12 +194,19 @@ TRAINER: dict[str, Origin] = {
     },
     "use_cpu": Origin(("cluster.gpu",)),
     "optim": Origin(("train.optimizer",), "without DeepSpeed's file Trainer makes the optimizer"),
-    "ddp_find_unused_parameters": Origin((), "a search in each step that a causal language model does not need"),
+    "ddp_bucket_cap_mb": Origin(("parallel.ddp.bucket_cap_mb",), "torch's own default"),
+    "ddp_find_unused_parameters": Origin(
+        ("parallel.ddp.find_unused_parameters",), "a search in each step that a causal language model does not need"
+    ),
+    "ddp_static_graph": Origin(("parallel.ddp.static_graph",), "not promised unless the job does"),
+    "ddp_broadcast_buffers": Origin(("parallel.ddp.broadcast_buffers",), "torch's own default"),
     "fsdp": Origin(("parallel.strategy",)),
     "fsdp_config.version": Origin(("parallel.strategy",)),
     "fsdp_config.auto_wrap_policy": Origin((), "one group for each decoder layer"),
     "fsdp_config.cpu_ram_efficient_loading": Origin((), "one process of a node reads the weights"),
-    "fsdp_config.reshard_after_forward": Origin((), "a layer's weights are gathered again in the backward pass"),
+    "fsdp_config.reshard_after_forward": Origin(
+        ("parallel.fsdp2.reshard_after_forward",), "a layer's weights are gathered again in the backward pass"
+    ),
     "fsdp_config.state_dict_type": Origin((), "each rank saves its part"),
     "deepspeed": Origin((), "the file next to this one; Trainer checks that it agrees with these arguments"),
 }

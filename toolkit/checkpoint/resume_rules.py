@@ -133,6 +133,18 @@ def _each(rule: Rule, section: str, names: str) -> dict[str, Rule]:
     return {f"{section}.{name}": rule for name in names.split()}
 
 
+def _options(strategy: str, names: str) -> dict[str, Rule]:
+    """Return the rules of a strategy's own section; they count where both runs have the strategy."""
+
+    def counts(now: Plan, then: Plan) -> bool:
+        return now.job.parallel.strategy == then.job.parallel.strategy == strategy
+
+    def value(name: str) -> Callable[[Plan], Any]:
+        return lambda plan: getattr(getattr(plan.job.parallel, f"{strategy}_options"), name)
+
+    return {f"parallel.{strategy}.{name}": replace(_TOLD, counts=counts, value=value(name)) for name in names.split()}
+
+
 # The keys in the order of their names in a message.
 RULES: dict[str, Rule] = {
     # Ranks and how they share the model: refused together.
@@ -144,6 +156,8 @@ RULES: dict[str, Rule] = {
     "parallel.pipeline": _GRID,
     "parallel.virtual_stages": _GRID,
     "parallel.strategy": _REFUSED,
+    **_options("ddp", "bucket_cap_mb find_unused_parameters static_graph broadcast_buffers"),
+    **_options("fsdp2", "reshard_after_forward dp_replicate_size reduce_dtype"),  # the files fit any sharding
     "parallel.zero_stage": replace(_REFUSED, counts=_same_strategy),  # else the strategy is the cause
     "train.precision": replace(
         _REFUSED,  # fp8 affects the products alone, not the saved state

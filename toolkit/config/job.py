@@ -316,6 +316,38 @@ class Data(Section):
     """Largest number of documents of `train` to use."""
 
 
+class Ddp(Section):
+    """torch's DistributedDataParallel, by its own names (torch nn/parallel/distributed.py)."""
+
+    bucket_cap_mb: Count = 25
+    """Size of the buckets in which gradients are reduced, MiB."""
+    find_unused_parameters: StrictBool = False
+    """Whether each step looks for weights that took no part in its loss, such as experts that no token chose: without
+    it their gradient is awaited forever.
+    """
+    static_graph: StrictBool = False
+    """Promises that every step uses the same weights in the same order, which lets DDP look for unused ones once; without
+    accumulation alone.
+    """
+    broadcast_buffers: StrictBool = True
+    """Whether rank 0's buffers are sent to all before each forward pass."""
+
+
+class Fsdp2(Section):
+    """torch's `fully_shard` (torch distributed/fsdp/_fully_shard/_fully_shard.py)."""
+
+    reshard_after_forward: StrictBool = True
+    """Whether a layer's weights are released after its forward pass and gathered again in the backward pass. `false` keeps
+    them, and shards gradients and optimizer state alone: faster, for the memory of the whole weights.
+    """
+    dp_replicate_size: Count = 1
+    """Replicas of the model, by Accelerate's name: weights are sharded among the ranks of each, such as a node's, and gradients
+    are also reduced between them (hybrid sharding). As many as ranks: nothing is sharded.
+    """
+    reduce_dtype: Literal["bf16", "fp32"] | None = None
+    """Data type in which gradients are reduced: the training precision when left out."""
+
+
 class Parallel(Section):
     """How the model and its state are spread."""
 
@@ -326,6 +358,10 @@ class Parallel(Section):
     """
     zero_stage: ZeroStage | None = None
     """0 replicates; 1 shards optimizer state, 2 also gradients, 3 also parameters (arXiv 1910.02054)."""
+    ddp: Ddp | None = None
+    """Options of `strategy: ddp`."""
+    fsdp2: Fsdp2 | None = None
+    """Options of `strategy: fsdp2`."""
     tensor: Count = 1
     """Tensor-parallel size: ranks that share each layer (arXiv 1909.08053); they see the same batch."""
     sequence_parallel: StrictBool | None = None
@@ -349,6 +385,16 @@ class Parallel(Section):
     """Named profile of what moves from the card to the host or to NVMe; `toolkit.planning.offload` explains each."""
     offload_ratio: OpenFraction | None = None
     """Share of the optimizer state kept on the CPU by `optimizer-cpu-partial`."""
+
+    @property
+    def ddp_options(self) -> Ddp:
+        """The options of DDP: those given, or the defaults."""
+        return self.ddp or Ddp()
+
+    @property
+    def fsdp2_options(self) -> Fsdp2:
+        """The options of FSDP2: those given, or the defaults."""
+        return self.fsdp2 or Fsdp2()
 
 
 def _model_named(value: Any) -> Any:

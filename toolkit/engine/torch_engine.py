@@ -193,11 +193,15 @@ STEP = "step"  # torch's count of steps of one parameter: a scalar on the host
 def _replicated(plan: Plan, model: nn.Module, world: World) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
-    device = world.device
+    device, options = world.device, plan.job.parallel.ddp_options
     return DistributedDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device],
         process_group=world.dp_group,
+        bucket_cap_mb=options.bucket_cap_mb,
+        find_unused_parameters=options.find_unused_parameters,
+        static_graph=options.static_graph,
+        broadcast_buffers=options.broadcast_buffers,
     )
 
 

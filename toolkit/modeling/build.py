@@ -16,12 +16,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from toolkit.arguments import checks_arguments
-from toolkit.config.job import Fp8, Kernels, Lora, Loss
+from toolkit.config.job import Fp8, Fsdp2, Kernels, Lora, Loss
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
 from toolkit.distributed.deepspeed_private import mark_leaf
 from toolkit.distributed.world import World
@@ -32,7 +31,7 @@ from toolkit.modeling.checkpointing import apply_gradient_checkpointing, checkpo
 from toolkit.modeling.chunked_loss import apply_loss
 from toolkit.modeling.fp8 import apply_fp8, check_device
 from toolkit.modeling.fp8 import check_installed as check_fp8_installed
-from toolkit.modeling.fsdp2 import allocate_shards, fill, places_of, shard_over_ranks
+from toolkit.modeling.fsdp2 import allocate_shards, fill, mesh_of, places_of, shard_over_ranks
 from toolkit.modeling.fused_kernels import apply_kernels
 from toolkit.modeling.initialization import initialize_weights, tie_weights
 from toolkit.modeling.liger import check_installed, import_for
@@ -140,7 +139,15 @@ def build_model(
     import_architecture(config, trust_remote_code=options.trust_remote_code)
     dp_group = None if world is None else world.dp_group
     if plan.job.parallel.strategy == "fsdp2" and world is not None:
-        return _build_sharded(config, options, world=world, device=device, weights=weights, on_progress=on_progress)
+        return _build_sharded(
+            config,
+            options,
+            plan.job.parallel.fsdp2_options,
+            world=world,
+            device=device,
+            weights=weights,
+            on_progress=on_progress,
+        )
     dense: PreTrainedModel | None = None
     if world is None or world.grid.size("model") == 1:
         with _partitioned(plan, dp_group), torch.device(device), no_init_weights():
@@ -166,6 +173,7 @@ def build_model(
 def _build_sharded(
     config: PreTrainedConfig,
     options: BuildOptions,
+    sharding: Fsdp2,
     *,
     world: World,
     device: torch.device,
@@ -178,8 +186,14 @@ def _build_sharded(
         tie_weights(made)
     places, ties = places_of(model), tied_keys(model)
     adapted = finish_model(add_adapters(model, options), options)
-    mesh = DeviceMesh.from_group(world.dp_group, device.type)
-    shard_over_ranks(adapted, mesh=mesh, dtype=options.dtype, tied=bool(ties))
+    shard_over_ranks(
+        adapted,
+        mesh=mesh_of(sharding, world.dp_group, device),
+        options=sharding,
+        dtype=options.dtype,
+        reduce_dtype=options.dtype if sharding.reduce_dtype is None else DTYPES[sharding.reduce_dtype],
+        tied=bool(ties),
+    )
     allocate_shards(adapted, device=device, ties=ties, places=places)
     fill(
         adapted,

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from toolkit.config.job import Fsdp2
 from toolkit.distributed.dtensors import copy_whole
 from toolkit.errors import PlanError
 from toolkit.introspect import decoder_layers
@@ -40,25 +41,42 @@ def places_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return {key: (modules[key.rpartition(".")[0]], key.rpartition(".")[2]) for key in model.state_dict(keep_vars=True)}
 
 
-def shard_over_ranks(model: Any, *, mesh: DeviceMesh, dtype: torch.dtype, tied: bool) -> None:
+def mesh_of(options: Fsdp2, group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """Return the mesh over which weights are sharded: the data-parallel ranks, by replica if there are several.
+
+    Collectives:
+        With several replicas all ranks create the groups inside and between them.
+    """
+    replicas, size = options.dp_replicate_size, dist.get_world_size(group)
+    if replicas == 1:
+        return DeviceMesh.from_group(group, device.type)
+    return init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def shard_over_ranks(
+    model: Any, *, mesh: DeviceMesh, options: Fsdp2, dtype: torch.dtype, reduce_dtype: torch.dtype, tied: bool
+) -> None:
     """Shard a model's weights, in place; those that are trained have fp32 shards.
 
     Args:
         model: A `PreTrainedModel` or a `peft.PeftModel` around one, on the meta device.
-        mesh: The data-parallel ranks.
-        dtype: Data type in which layers are gathered and gradients are reduced.
+        mesh: The data-parallel ranks, as `mesh_of` returns them.
+        options: Section of the job.
+        dtype: Data type in which layers are gathered.
+        reduce_dtype: Data type in which gradients are reduced.
         tied: Whether embedding and head share a weight.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    reshards = options.reshard_after_forward
     for layer in decoder_layers(base):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if not tied:
-        fully_shard(embedding, mesh=mesh, mp_policy=policy)
+        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     tail = [module for module in (_final_norm(base), embedding if tied else None, head) if module is not None]
     fully_shard(tail, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -63,6 +63,12 @@ def accelerate_config(
     return config
 
 
+def fsdp2_keys(draft: UncheckedPlan, *, prefix: str = "") -> dict[str, Any]:
+    """Return FSDP2's keys for Accelerate or, without a prefix, for Trainer."""
+    reshards = draft.job.parallel.fsdp2_options.reshard_after_forward
+    return {f"{prefix}{key}": value for key, value in (FSDP2 | {"reshard_after_forward": reshards}).items()}
+
+
 def _strategy(draft: UncheckedPlan, deepspeed_config_file: str) -> dict[str, Any]:
     """Return the keys of the strategy; of DDP and FSDP2 with their precision, which under DeepSpeed its own file has."""
     strategy = draft.job.parallel.strategy
@@ -78,7 +84,7 @@ def _strategy(draft: UncheckedPlan, deepspeed_config_file: str) -> dict[str, Any
     if strategy == "fsdp2":
         return {
             "distributed_type": "FSDP",
-            "fsdp_config": {f"fsdp_{key}": value for key, value in FSDP2.items()},
+            "fsdp_config": fsdp2_keys(draft, prefix="fsdp_"),
         } | precision
     several = draft.job.cluster.num_ranks > 1
     return {"distributed_type": f"MULTI_{'CPU' if draft.on_cpu else 'GPU'}" if several else "NO"} | precision

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.errors import PlanError, raise_all
-from toolkit.planning.accelerate_config import FSDP2
+from toolkit.planning.accelerate_config import fsdp2_keys
 from toolkit.planning.deepspeed_config import deepspeed_config
 from toolkit.planning.rules.integrations import consumer_problems
 from toolkit.planning.unchecked_plan import UncheckedPlan
@@ -91,12 +91,17 @@ def _strategy_arguments(draft: UncheckedPlan) -> dict[str, Any]:
         return {"deepspeed": deepspeed_config(draft, "trainer")}
     chosen = {"optim": _OPTIMIZERS[optimizer]}
     if strategy == "ddp":
-        # Trainer would look for unused parameters in each step unless it recomputes (trainer.py).
-        return chosen | {"ddp_find_unused_parameters": False}
-    return chosen | {
-        "fsdp": True,
-        "fsdp_config": {key: value for key, value in FSDP2.items() if key != "offload_params"},
-    }
+        options = draft.job.parallel.ddp_options
+        return chosen | {
+            "ddp_bucket_cap_mb": options.bucket_cap_mb,
+            # Trainer would look for unused parameters in each step unless it recomputes (trainer.py).
+            "ddp_find_unused_parameters": options.find_unused_parameters,
+            "ddp_broadcast_buffers": options.broadcast_buffers,
+            **({"ddp_static_graph": True} if options.static_graph else {}),
+        }
+    keys = fsdp2_keys(draft)
+    del keys["offload_params"]  # `cpu_offload` here, and off when left out
+    return chosen | {"fsdp": True, "fsdp_config": keys}
 
 
 def _schedule_arguments(min_learning_rate_ratio: float | None) -> dict[str, Any] | None:

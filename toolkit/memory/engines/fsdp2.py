@@ -47,11 +47,11 @@ class Fsdp2(EngineReplay):
 
     def _whole(self, group: str) -> int:
         """Return the bytes of a group's parameters in training precision, padded to the ranks."""
-        size = self.settings.dp_size
+        size = self.settings.shard_size
         return sum(math.ceil(p.numel / size) * size * self.settings.itemsize for p in self._groups[group])
 
     def _shard(self, parameters: list[Parameter]) -> int:
-        return sum(math.ceil(parameter.numel / self.settings.dp_size) for parameter in parameters)
+        return sum(math.ceil(parameter.numel / self.settings.shard_size) for parameter in parameters)
 
     def initialize(self) -> None:
         """Allocate shards, fp32 where trained; then each whole parameter in turn (fsdp2_load_full_state_dict)."""
@@ -76,7 +76,7 @@ class Fsdp2(EngineReplay):
         self._backward, self._reduces = True, last
 
     def module(self, name: str, *, fetch: bool, backward: bool) -> None:
-        """Gather a group at its first module, and release it at the first module of another group."""
+        """Gather a group at its first module, and release it at the first module of another group, if it is released at all."""
         if not fetch:
             return
         group = self._group(name)
@@ -91,7 +91,7 @@ class Fsdp2(EngineReplay):
                 self._prefetch(self._names[at - 1])
 
     def _prefetch(self, group: str) -> None:
-        if self.settings.dp_size > 1 and group not in self._prefetched:
+        if self.settings.shard_size > 1 and group not in self._prefetched:
             self._prefetched.add(group)
             self.account.allocate("all-gather buffers", self._whole(group))
 
@@ -100,7 +100,7 @@ class Fsdp2(EngineReplay):
         if group in self._gathered:
             return
         self._prefetch(group)
-        if self.settings.dp_size > 1:
+        if self.settings.shard_size > 1:
             self._drop_gather()
             self._held_gather = self._whole(group)
         self.account.allocate("parameters gathered", self._whole(group))
@@ -120,7 +120,7 @@ class Fsdp2(EngineReplay):
             return
         if self._backward:
             self._reduce(group)
-        elif group == "tail":
+        elif group == "tail" or not self.settings.reshards:
             return
         if group in self._gathered:
             self._gathered.discard(group)
@@ -139,13 +139,15 @@ class Fsdp2(EngineReplay):
         if not trainable or not self._reduces:
             return
         account, settings = self.account, self.settings
-        padded = sum(math.ceil(p.numel / settings.dp_size) * settings.dp_size for p in trainable) * settings.itemsize
+        size = settings.shard_size
+        padded = sum(math.ceil(p.numel / size) * size for p in trainable) * settings.reduction_itemsize
         account.allocate("reduction buffer", padded)
         account.free("gradients", sum(in_blocks(p.size) for p in trainable))
         account.free("reduction buffer", self._held_reduce)
         self._held_reduce = padded
         shard = self._shard(trainable)
-        account.transient("gradient partition being cast", settings.itemsize * shard)
+        if settings.reduction_itemsize < MASTER_ITEMSIZE:
+            account.transient("gradient partition being cast", settings.reduction_itemsize * shard)
         account.allocate("gradient partition", MASTER_ITEMSIZE * shard)
         names = {parameter.name for parameter in trainable}
         self._unreduced -= names

@@ -60,6 +60,9 @@ class EngineSettings:
         zero: Section `zero_optimization` as DeepSpeed reads it.
         state_offload: Its section `offload_optimizer`; DeepSpeed's defaults where there is none.
         parameter_offload: Its section `offload_param`; likewise.
+        shard_size: Ranks that share one replica under FSDP2.
+        reduction_itemsize: Bytes of a gradient element that FSDP2 reduces.
+        reshards: Whether FSDP2 releases a layer's weights after its forward pass.
     """
 
     zero_stage: int
@@ -83,6 +86,9 @@ class EngineSettings:
     zero: Zero
     state_offload: OffloadOptimizer
     parameter_offload: OffloadParam
+    shard_size: int = 0
+    reduction_itemsize: int = 0
+    reshards: bool = True
 
     @property
     def state_bytes(self) -> float:
@@ -158,10 +164,18 @@ def engine_settings(
     if plan.grid.pp > 1 and not plan.settings.reduces_once:
         settings = replace(settings, adds_up_on_host=True)
     if plan.job.train.optimizer == "adamw_8bit":
-        return replace(settings, optimizer="adamw_8bit")
-    if plan.job.parallel.strategy != "zero" and settings.optimizer == "fused_adam":
-        return replace(settings, optimizer="torch_adamw")  # DDP and FSDP2 do not use DeepSpeed's kernel
-    return settings
+        settings = replace(settings, optimizer="adamw_8bit")
+    if plan.job.parallel.strategy == "zero":
+        return settings
+    if settings.optimizer == "fused_adam":
+        settings = replace(settings, optimizer="torch_adamw")  # DDP and FSDP2 do not use DeepSpeed's kernel
+    options = plan.job.parallel.fsdp2_options
+    return replace(
+        settings,
+        shard_size=plan.grid.dp // options.dp_replicate_size,
+        reduction_itemsize=settings.itemsize if options.reduce_dtype is None else ITEMSIZES[options.reduce_dtype],
+        reshards=options.reshard_after_forward,
+    )
 
 
 def keeps_frozen_inputs(plan: Plan, settings: EngineSettings) -> bool:

@@ -338,6 +338,8 @@ def _higher_stages(plan: Plan) -> Iterator[Change]:
         values: dict[str, Any] = {"parallel.zero_stage": stage}
         if strategy != "zero":
             values = {"parallel.strategy": "zero", **values}
+            if getattr(plan.job.parallel, strategy) is not None:
+                values[f"parallel.{strategy}"] = None
         # In a pipeline weights would be gathered for each pass of each micro-batch: no substitute for a lower stage.
         kind = "zero 3" if stage == 3 and plan.grid.pp > 1 else "zero"
         yield Change(kind=kind, values=values, shown=tuple(values))

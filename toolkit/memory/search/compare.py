@@ -75,6 +75,9 @@ def compare(estimator: Estimator, case: Scenario, strategies: Sequence[Strategy]
     """Estimate the job under each strategy, with all other values of the job unchanged."""
     for strategy in strategies:
         values = dict(strategy.values)
+        for other in ("ddp", "fsdp2"):  # options of a strategy go with it
+            if getattr(case.job.parallel, other) is not None and values.get("parallel.strategy", other) != other:
+                values[f"parallel.{other}"] = None
         parallel = case.job.parallel
         if (
             isinstance(parallel.partition, tuple)

@@ -43,10 +43,35 @@ def torch_strategies(draft: UncheckedPlan) -> Iterator[Problem]:
             value,
         ):
             yield _not_under(strategy, key, value, why, f"Set {key} to {fix}")
+    if draft.job.parallel.ddp_options.static_graph and settings.batch.accumulation > 1:
+        why = f"with gradient_accumulation_steps={settings.batch.accumulation} torch fails in the first backward pass, which does not reduce"
+        yield _not_under(strategy, "parallel.ddp.static_graph", True, why, "Remove it")
     sums = train.gradient_accumulation_dtype
     if sums is not None and sums != settings.dtype:
         why = f"gradients add up in their own dtype, {settings.dtype}"
         yield _not_under(strategy, "train.gradient_accumulation_dtype", sums, why, f"Set it to {settings.dtype}")
+
+
+def strategy_sections(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse options of another strategy, and replicas that the ranks do not divide into."""
+    parallel = draft.job.parallel
+    for name in ("ddp", "fsdp2"):
+        if getattr(parallel, name) is not None and parallel.strategy != name:
+            yield Problem(
+                code="STRATEGY_KEY",
+                key=f"parallel.{name}",
+                message=f"parallel.{name} is given, but strategy={parallel.strategy} would ignore it",
+                fix=f"Set parallel.strategy to {name}, or remove parallel.{name}",
+            )
+    replicas, ranks = parallel.fsdp2_options.dp_replicate_size, draft.job.cluster.num_ranks
+    if parallel.strategy == "fsdp2" and ranks % replicas:
+        fitting = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        yield Problem(
+            code="STRATEGY_REPLICAS",
+            key="parallel.fsdp2.dp_replicate_size",
+            message=f"dp_replicate_size={replicas} with {ranks} rank{'s' if ranks > 1 else ''}: replicas have equal numbers of ranks",
+            fix=f"Set it to one of {fitting}",
+        )
 
 
 def _not_under(strategy: str, key: str, value: object, why: str, fix: str) -> Problem:
@@ -100,5 +125,5 @@ def _foreign(strategy: str, key: str, value: object) -> Problem:
     )
 
 
-RULES = (strategy_keys, qlora_partitions)
+RULES = (strategy_keys, strategy_sections, qlora_partitions)
 RUN_RULES = (estimate_only, torch_strategies)

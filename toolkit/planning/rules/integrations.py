@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from toolkit.config.job import Ddp
 from toolkit.errors import Problem
 from toolkit.planning.settings import Settings
 from toolkit.planning.unchecked_plan import UncheckedPlan
@@ -87,6 +88,7 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )
     yield from _cpu_problems(draft, consumer)
+    yield from _option_problems(draft, consumer)
     yield from _loss_problems(draft, consumer)
     if consumer == "trainer" and train.lr_scheduler_type == "polynomial" and _is_all_warmup(draft.settings):
         yield Problem(
@@ -103,6 +105,29 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             message=f"learning_rate_scaling={train.learning_rate_scaling} sets a learning rate that {name} sets itself",
             fix="Leave it out and scale the rate in the script",
         )
+
+
+def _option_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
+    """Yield options of DDP and FSDP2 that the consumer's file has no key for."""
+    parallel = draft.job.parallel
+    unread = {"fsdp2": ("dp_replicate_size", "reduce_dtype"), "ddp": ()}
+    if consumer == "accelerate":
+        unread["ddp"] = tuple(Ddp.model_fields)
+    given = getattr(parallel, parallel.strategy, None)
+    for name in unread.get(parallel.strategy, ()):
+        value, default = (
+            getattr(given, name, None),
+            type(given).model_fields[name].default if given is not None else None,
+        )
+        if value != default:
+            yield Problem(
+                code="INTEGRATION_STRATEGY",
+                key=f"parallel.{parallel.strategy}.{name}",
+                message=f"{name}={value}: the emitted file of {NAMES[consumer]} has no such key",
+                fix=f"Leave it out, with {'DistributedDataParallelKwargs' if parallel.strategy == 'ddp' else 'its own options'} "
+                f"in your script, or {OWN}",
+                source="accelerate utils/dataclasses.py",
+            )
 
 
 def _cpu_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
