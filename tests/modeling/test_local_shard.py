@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_distributed
 from safetensors.torch import load_file, save_file
-from sharded_models import Variant, dense_model, pairs, shard, variants
+from sharded_models import Variant, by_default, dense_model, pairs, shard, variants
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -97,12 +97,16 @@ def name_of(variant: Variant) -> str:
     return f"{variant[0]}-{variant[1]}-{'tied' if variant[2] else 'untied'}"
 
 
-@pytest.mark.parametrize("variant", pairs(2), ids=name_of)
+def some(names: Sequence[Variant], default: Sequence[Variant]) -> list[Any]:
+    return [pytest.param(name, id=name_of(name), marks=() if name in default else pytest.mark.full) for name in names]
+
+
+@pytest.mark.parametrize("variant", some(pairs(2), by_default(2)))
 def test_a_rank_of_two_holds_its_shards(variant: Variant, tmp_path: Path) -> None:
     assert_shards(variant, tmp_path, tp=2, ranks=(1,))
 
 
-@pytest.mark.parametrize("variant", pairs(4), ids=name_of)
+@pytest.mark.parametrize("variant", some(pairs(4), by_default(4)))
 def test_a_rank_of_four_holds_its_shards(variant: Variant, tmp_path: Path) -> None:
     assert_shards(variant, tmp_path, tp=4, ranks=(3,))
 

@@ -80,6 +80,21 @@ def pairs(num_ranks: int) -> list[Variant]:
     ]
 
 
+# Those whose layers are cut in ways of their own: biases, transposed and fused weights, a narrow embedding, two kinds of experts.
+DIFFER = ("llama", "gpt2", "falcon", "phi3", "opt", "olmoe", "qwen3_moe")
+
+
+def first_of_each(chosen: list[Variant]) -> list[Variant]:
+    """One variant of each architecture, that with the fewest key heads."""
+    return list({name: (name, key_heads, tied) for name, key_heads, tied in reversed(chosen)}.values())
+
+
+def by_default(num_ranks: int) -> list[Variant]:
+    """Pairs of those that differ, and over two ranks one variant of every other architecture."""
+    others = first_of_each(pairs(num_ranks)) if num_ranks == 2 else []
+    return [variant for variant in pairs(num_ranks) if variant[0] in DIFFER or variant in others]
+
+
 def dense_model(name: str, key_heads: int = HEADS, *, tied: bool = False, **overrides: Any) -> PreTrainedModel:
     """A model in fp32 and evaluation mode, none of whose weights is what a class initialises it to."""
     own, grouped = MODELS[name]

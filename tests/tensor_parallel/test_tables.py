@@ -8,7 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_distributed
-from sharded_models import VOCABULARY, Variant, batch, dense_model, pairs, shard, variants
+from sharded_models import (
+    DIFFER,
+    VOCABULARY,
+    Variant,
+    batch,
+    by_default,
+    dense_model,
+    first_of_each,
+    pairs,
+    shard,
+    variants,
+)
 
 from toolkit.distributed.fake import fake_world
 from toolkit.distributed.process_groups import join_group
@@ -56,10 +67,6 @@ def errors_of(variant: Variant, group: dist.ProcessGroup, *, sequence_parallel: 
     return errors
 
 
-# Those whose layers are cut in ways of their own: biases, transposed and fused weights, a narrow embedding, two kinds of experts.
-DIFFER = ("llama", "gpt2", "falcon", "phi3", "opt", "olmoe", "qwen3_moe")
-
-
 def scenes(rank: int, chosen: list[Variant], pieces: list[Variant]) -> dict[Any, dict[str, float]]:
     """Errors by variant, and by variant and "pieces" those with sequence parallelism."""
     group = dist.group.WORLD
@@ -67,17 +74,6 @@ def scenes(rank: int, chosen: list[Variant], pieces: list[Variant]) -> dict[Any,
     for variant in pieces:
         found[variant, "pieces"] = errors_of(variant, group, sequence_parallel=True)
     return found
-
-
-def first_of_each(chosen: list[Variant]) -> list[Variant]:
-    """One variant of each architecture, that with the fewest key heads."""
-    return list({name: (name, key_heads, tied) for name, key_heads, tied in reversed(chosen)}.values())
-
-
-def by_default(num_ranks: int) -> list[Variant]:
-    """Pairs of those that differ, and over two ranks one variant of every other architecture."""
-    others = first_of_each(pairs(num_ranks)) if num_ranks == 2 else []
-    return [variant for variant in pairs(num_ranks) if variant[0] in DIFFER or variant in others]
 
 
 def in_pieces(num_ranks: int) -> list[Variant]:
