@@ -60,6 +60,7 @@ def steps_of(rank: int) -> dict[Any, Any]:
             losses.append(float(runner.step(inputs if rank == 0 else (), targets if rank == 1 else ())))
         weights = [weight for stage in own for weight in stage.parameters()]
         found[name, chunks] = losses, {names[id(weight)]: weight.grad.numpy() for weight in weights}
+    found["in place"] = in_place(world)
     errors = {
         "tuple": error_of(world, [nn.LSTM(4, 4) if rank == 0 else nn.Linear(4, 4)]),
         "values": error_of(world, [Reads() if rank == 0 else nn.Linear(4, 4)]),
@@ -67,6 +68,20 @@ def steps_of(rank: int) -> dict[Any, Any]:
         "number": error_of(world, [nn.Linear(4, 4)] * (1 + rank)),
     }
     return found | {"errors": errors, "mesh": meshes(world), "joined": joined(rank)}
+
+
+def begins_in_place() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 20))
+
+
+def in_place(world: groups.World) -> dict[str, Any]:
+    """Runs a stage whose first module changes what it receives; returns this rank's gradients."""
+    whole = begins_in_place()
+    stage = whole[:1] if world.coordinate.pp == 0 else whole[1:]
+    runner = PipelineRunner([stage], world, loss=nn.functional.mse_loss, micro_batches=MICRO_BATCHES)
+    runner.step(*batches())
+    return {name: weight.grad.numpy() for name, weight in whole.named_parameters() if weight.grad is not None}
 
 
 class Reads(nn.Linear):
@@ -151,6 +166,15 @@ def test_losses_and_gradients_are_those_of_the_whole_model(ranks: list[dict[Any,
     assert grads.keys() == dict(whole.named_parameters()).keys()
     for name, weight in whole.named_parameters():
         torch.testing.assert_close(torch.from_numpy(grads[name]), weight.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_stage_may_begin_with_an_operation_in_place(ranks: list[dict[Any, Any]]) -> None:
+    whole = begins_in_place()
+    sum(nn.functional.mse_loss(whole(x), y) / MICRO_BATCHES for x, y in zip(*batches(), strict=True)).backward()
+    found = ranks[0]["in place"] | ranks[1]["in place"]
+    assert found.keys() == dict(whole.named_parameters()).keys()
+    for name, weight in whole.named_parameters():
+        torch.testing.assert_close(torch.from_numpy(found[name]), weight.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_a_stage_returns_one_tensor_or_every_rank_says_so(ranks: list[dict[Any, Any]]) -> None:

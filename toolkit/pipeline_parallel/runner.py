@@ -314,7 +314,7 @@ class PipelineRunner(ScheduleRunner):
 
     def forward(self, chunk: int, micro_batch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Run one of this rank's stages."""
-        given = self._inputs[micro_batch] if received is None else received.requires_grad_()
+        given = self._inputs[micro_batch] if received is None else _writable(received)
         output = self.stages[chunk](given)
         if not self.is_last(chunk):
             return output  # type: ignore[no-any-return]
@@ -375,6 +375,23 @@ class PipelineRunner(ScheduleRunner):
             shape, dtype = told[0]
             found.append((tuple(shape), torch.empty(0, dtype=dtype, device=device)))
         return found
+
+
+def _writable(received: torch.Tensor) -> torch.Tensor:
+    given: torch.Tensor = _Writable.apply(received.requires_grad_())  # type: ignore[no-untyped-call]
+    return given
+
+
+class _Writable(torch.autograd.Function):
+    """The same tensor, which a stage may change in place: autograd refuses that of a leaf, which `received` is."""
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
