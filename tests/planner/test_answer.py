@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 
@@ -10,8 +11,9 @@ import pytest
 from toolkit.errors import PlanError, SpecError
 from toolkit.memory.estimate import estimate
 from toolkit.planner.answer import answer_of
-from toolkit.planner.make import plan
+from toolkit.planner.make import answer_first, ask, plan
 from toolkit.planner.options import pareto_front
+from toolkit.planner.question import read_methods
 from toolkit.planning.resolve import resolve
 
 ASKED = {"model": "smollm2-135m", "tokens": "10M", "sequence_length": 1024, "train_batch_size": 16, "liger": False}
@@ -138,3 +140,28 @@ def test_cards_without_a_price_are_told(price_list):
 
 def test_the_front_of_options_without_a_price_is_the_fastest(answer):
     assert len(pareto_front(answer.found.options)) == len(answer.front)
+
+
+def test_of_several_methods_the_first_with_a_plan_is_answered(answer, price_list, monkeypatch):
+    questions = [
+        ask(None, model="smollm2-135m", tokens="10M", method=method, prices=price_list)
+        for method in read_methods("qlora,full,lora,full")
+    ]
+    assert [question.job.train.method for question in questions] == ["qlora", "full", "lora"]
+
+    def answered(question, **options):
+        if question.job.train.method == "qlora":
+            raise PlanError.of(code="PLAN_NONE_FITS", key="cluster", message="none fits", fix="Rent more")
+        return dataclasses.replace(answer, question=question)
+
+    monkeypatch.setattr("toolkit.planner.make.answer", answered)
+    made = answer_first(questions)
+    assert made.question.job.train.method == "full"
+    assert made.to_dict()["other_methods"] == list(made.also)
+    lora, qlora = made.also
+    assert lora == f"method=lora: {answer.recommendation}"
+    assert qlora.startswith("method=qlora: ")
+    assert "none fits" in qlora
+    assert set(made.also) <= set(made.notes())
+    with pytest.raises(PlanError, match="none fits"):
+        answer_first(questions[:1])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -43,8 +44,10 @@ def plan(
         int | None, typer.Option("--sequence-length", metavar="N", min=1, help="As in the job.", show_default=False)
     ] = None,
     method: Annotated[
-        Literal["full", "lora", "qlora"] | None,
-        typer.Option(metavar="full|lora", help="As in the job.", show_default=False),
+        str | None,
+        typer.Option(
+            metavar="full,lora", help="As in the job; of several the first that has a plan.", show_default=False
+        ),
     ] = None,
     batch: Annotated[
         int | None,
@@ -104,18 +107,19 @@ def plan(
     JSON keys: question, recommended (number of a row), rows (row, on_front, why, cluster, grid, settings, batch,
     peak_allocated_bytes, required_bytes, gpu_capacity_bytes, host_bytes_per_node, tight, step_seconds, tokens_per_second,
     model_flops_utilization, host_bound, measured_card, step_parts, hours, hours_low, hours_high, usd, assumptions), nearly, failures, search,
-    learning_rate_rules, notes, written.
+    other_methods, learning_rate_rules, notes, written.
     """
-    from toolkit.planner.make import answer, ask
+    from toolkit.planner.make import answer_first, ask
+    from toolkit.planner.question import read_methods
 
-    question = ask(
+    asked = partial(
+        ask,
         job,
         overrides=overrides or (),
         model=model,
         tokens=tokens,
         epochs=epochs,
         sequence_length=sequence_length,
-        method=method,
         train_batch_size=batch,
         gpus=gpus,
         max_gpus=max_gpus,
@@ -125,10 +129,11 @@ def plan(
         spot=spot,
         liger=liger,
     )
+    questions = [asked(method=each) for each in read_methods(method)]
     from toolkit.cli.estimate_session import estimating
 
     with estimating(as_json=True, cached=True) as estimator, _watching(as_json=as_json) as watch:
-        found = answer(question, seconds=seconds, estimator=estimator, watch=watch)
+        found = answer_first(questions, seconds=seconds, estimator=estimator, watch=watch)
     chosen = found.recommended if row is None else found.row(row)
     written = _write(found, chosen, write=write, emit=emit, report=report)
     if as_json:

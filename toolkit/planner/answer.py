@@ -36,6 +36,7 @@ class Answer:
         nearly: Clusters that almost hold the job, with exact figures of what they lack.
         found: How the search went.
         today: Day on which the ages of prices are counted.
+        also: What other methods of training that the user allows would take, or why they cannot.
     """
 
     question: Question
@@ -44,6 +45,7 @@ class Answer:
     nearly: tuple[Option, ...]
     found: Found
     today: datetime.date
+    also: tuple[str, ...] = ()
 
     @property
     def front(self) -> tuple[Row, ...]:
@@ -99,7 +101,7 @@ class Answer:
         question, found = self.question, self.found
         shown = [row.option.cluster for row in self.rows]
         offers = [cluster.offer for cluster in shown if cluster.offer is not None]
-        notes = [f"assumed: {assumption}" for assumption in question.assumptions]
+        notes = [*self.also, *(f"assumed: {assumption}" for assumption in question.assumptions)]
         if question.draws:
             notes.append(f"compiled layers are not chosen: they would draw other random numbers for {question.draws}")
         unlisted = dict.fromkeys(f"{cluster.offer.provider} {cluster.offer.offer.instance}" for cluster in shown
@@ -163,8 +165,10 @@ class Answer:
                 "estimates": found.num_estimates,
                 "seconds": found.seconds,
                 "cut_short": found.cut_short,
+                "uncompiled": found.uncompiled,
             },
             "learning_rate_rules": [rule.to_dict() for rule in self.learning_rate_rules],
+            "other_methods": list(self.also),
             "notes": self.notes(),
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,10 @@ from toolkit.arguments import Positive, checks_arguments
 from toolkit.catalog.gpus import Gpu, find_gpu
 from toolkit.catalog.models import ModelSpec, resolve_model
 from toolkit.catalog.prices import load_prices
-from toolkit.config.job import Cluster, Job, Method
+from toolkit.config.job import Cluster, Job
 from toolkit.config.key_lines import with_lines
 from toolkit.config.loader import load_document, parse_job
-from toolkit.errors import SpecError, ToolkitError
+from toolkit.errors import PlanError, SpecError, ToolkitError
 from toolkit.memory.scenario import Scenario
 from toolkit.planner.answer import Answer, answer_of
 from toolkit.planner.clusters import Candidate, candidate_clusters
@@ -27,6 +28,7 @@ from toolkit.planner.question import (
     dropout_of,
     read_cards,
     read_count,
+    read_methods,
 )
 from toolkit.planning.plan import Plan
 from toolkit.planning.read import is_plan_file
@@ -51,7 +53,7 @@ def plan(
     tokens: str | float | int | None = None,
     epochs: float | int | None = None,
     sequence_length: Positive | None = None,
-    method: Method | None = None,
+    method: str | Sequence[str] | None = None,
     train_batch_size: Positive | None = None,
     gpus: str | Sequence[str] | None = None,
     max_gpus: Positive | None = None,
@@ -74,7 +76,8 @@ def plan(
         tokens: Tokens of one pass over the data: a number, or "100M".
         epochs: Passes over the data; those of the job when left out.
         sequence_length: As in a job file.
-        method: As in a job file.
+        method: As in a job file, or several, separated by commas, the one that is liked best first: the answer is that of the first
+            with a plan within the limits, and says what the others would take.
         train_batch_size: Global batch, as in a job file.
         gpus: Cards to choose among, "all", or names separated by commas; the job's cluster is then left aside.
         max_gpus: Most cards of a cluster.
@@ -90,23 +93,26 @@ def plan(
         SpecError: The job, a card, the prices or a limit is invalid.
         PlanError: PLAN_NONE_FITS, PLAN_BUDGET, PLAN_DEADLINE; and what the rules of plans say of the job on every cluster.
     """
-    question = ask(
-        job,
-        model=model,
-        tokens=tokens,
-        epochs=epochs,
-        sequence_length=sequence_length,
-        method=method,
-        train_batch_size=train_batch_size,
-        gpus=gpus if gpus is None or isinstance(gpus, str) else ",".join(gpus),
-        max_gpus=max_gpus,
-        budget_usd=budget_usd,
-        deadline_hours=deadline_hours,
-        prices=None if prices is None else str(prices),
-        spot=spot,
-        liger=liger,
-    )
-    return answer(question, seconds=seconds)
+    questions = [
+        ask(
+            job,
+            model=model,
+            tokens=tokens,
+            epochs=epochs,
+            sequence_length=sequence_length,
+            method=each,
+            train_batch_size=train_batch_size,
+            gpus=gpus if gpus is None or isinstance(gpus, str) else ",".join(gpus),
+            max_gpus=max_gpus,
+            budget_usd=budget_usd,
+            deadline_hours=deadline_hours,
+            prices=None if prices is None else str(prices),
+            spot=spot,
+            liger=liger,
+        )
+        for each in read_methods(method)
+    ]
+    return answer_first(questions, seconds=seconds)
 
 
 def ask(
@@ -117,7 +123,7 @@ def ask(
     tokens: str | float | None = None,
     epochs: float | None = None,
     sequence_length: int | None = None,
-    method: Method | None = None,
+    method: str | None = None,
     train_batch_size: int | None = None,
     gpus: str | None = None,
     max_gpus: int | None = None,
@@ -195,6 +201,36 @@ def answer(
 ) -> Answer:
     """Search for the plans that answer a question; arguments as of `Search`, errors as of `plan`."""
     return answer_of(question, search(question, seconds=seconds, estimator=estimator, watch=watch), today=today)
+
+
+def answer_first(
+    questions: Sequence[Question],
+    *,
+    seconds: float | None = DEFAULT_SECONDS,
+    estimator: Estimator | None = None,
+    watch: Callable[[Progress], None] = lambda progress: None,
+) -> Answer:
+    """Return the answer of the first question that has one, with what the others would take; arguments as of `answer`.
+
+    Raises:
+        PlanError: As `plan`, of the first question, if none has an answer.
+    """
+    from toolkit.memory.search.estimator import Estimator
+
+    shared, made = estimator or Estimator(), {}
+    errors: dict[str, ToolkitError] = {}
+    for question in questions:
+        method = question.job.train.method
+        try:
+            made[method] = answer(question, seconds=seconds, estimator=shared, watch=watch)
+        except PlanError as error:
+            errors[method] = error
+    if not made:
+        raise next(iter(errors.values()))
+    first, *others = made.values()
+    also = [f"method={each.question.job.train.method}: {each.recommendation}" for each in others]
+    also += [f"method={method}: {error.problems[0]}" for method, error in errors.items()]
+    return replace(first, also=tuple(also))
 
 
 def search(

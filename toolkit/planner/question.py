@@ -146,6 +146,17 @@ def read_count(text: str | float, *, key: str) -> float:
     return value
 
 
+def read_methods(text: str | Sequence[str] | None) -> list[str | None]:
+    """Read methods of training, separated by commas, without repetitions; that of the job where none is given.
+
+    >>> read_methods("full, lora"), read_methods(None)
+    (['full', 'lora'], [None])
+    """
+    names = text.split(",") if isinstance(text, str) else text or ()
+    found: list[str | None] = [*dict.fromkeys(name.strip() for name in names if name.strip())]
+    return found or [None]
+
+
 def read_cards(text: str) -> tuple[Gpu, ...]:
     """Read `all` or the names of cards, separated by commas; a part of a name stands for every card that has it.
 
