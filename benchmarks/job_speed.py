@@ -194,7 +194,7 @@ def finish(row: dict[str, Any], seconds: list[float], losses: list[float]) -> No
         row["device_used_bytes"] = total - free
 
 
-def profiled(step: Any) -> dict[str, float]:
+def profiled(step: Any) -> dict[str, Any]:
     """Return the card's seconds of a step by kind of kernel, and the seconds in which it did nothing."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -211,7 +211,29 @@ def profiled(step: Any) -> dict[str, float]:
         kinds[kernel_kind(event.key)] += seconds
         names[event.key[:80]] += seconds
     top = sorted(names.items(), key=lambda item: -item[1])[:25]
-    return {"wall": wall, **{k: round(v, 5) for k, v in kinds.items()}, "top": {k: round(v, 5) for k, v in top}}  # type: ignore[dict-item]
+    found: dict[str, Any] = {"wall": wall, **{k: round(v, 5) for k, v in kinds.items()}}
+    return found | {"top": {k: round(v, 5) for k, v in top}, "operations": profiled_operations(step)}
+
+
+def profiled_operations(step: Any) -> list[list[Any]]:
+    """Return name, sizes, number, the host's and the card's seconds of the operations of a step, those that take longest first."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as trace:
+        step()
+        torch.cuda.synchronize()
+    rows = [
+        [
+            each.key[:120],
+            str(each.input_shapes)[:160],
+            each.count,
+            each.self_cpu_time_total / 1e6,
+            each.self_device_time_total / 1e6,
+        ]
+        for each in trace.key_averages(group_by_input_shape=True)
+    ]
+    return sorted(rows, key=lambda row: -max(row[3:]))[:200]
 
 
 def kernel_kind(name: str) -> str:

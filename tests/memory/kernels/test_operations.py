@@ -128,3 +128,16 @@ def test_gradients_of_slices_are_zeros_and_a_copy_and_joins_of_whole_tensors_are
     assert found["copy_", "strided"] == (4 * 8 * 4, 4 * 8 * 4)
     assert found["nll_loss_backward", "flat"] == (0, 4 * 16 * 4)
     assert {access for name, access in found if name == "cat"} == {"flat", "join"}
+
+
+def test_a_safe_softmax_searches_for_masked_rows_too():
+    recorder = OperationRecorder(lambda: None)
+    scores = torch.ones(2, 4, 8)
+    recorder.dispatched(torch.ops.aten._safe_softmax.default, (scores, -1), {}, torch.ones(2, 4, 8))
+    found = {each.name: (each.access, each.bytes_read, each.bytes_written) for _, each in recorder.counts}
+    assert found == {
+        "_softmax": ("softmax", 256, 256),
+        "eq": ("flat", 256, 64),
+        "all": ("reduction", 64, 0),
+        "where": ("broadcast", 256, 256),
+    }

@@ -296,7 +296,26 @@ def _rule_of(function: Any) -> _Rule:
         return _convolution(name)
     if name in _SLICE_GRADIENTS or name in _ROW_GRADIENTS:
         return _filled(name, copies=name in _SLICE_GRADIENTS)
+    if name == "_safe_softmax":
+        return _safe_softmax
     return _kernel(name, mutable=function._schema.is_mutable)
+
+
+def _safe_softmax(recorder: OperationRecorder, args: Sequence[Any], kwargs: Any, result: Any) -> None:
+    """Note a softmax, the search for rows that are masked as a whole, and their zeros (attention.cpp _safe_softmax)."""
+    scores = args[0]
+    count, size = result.numel(), result.element_size()
+    read, written = _nbytes(scores), count * size
+
+    def note_kernel(name: str, read: int, written: int, access: Access) -> None:
+        recorder.operation(
+            "eager", name, itemsize=size, bytes_read=read, bytes_written=written, access=access, elements=count
+        )
+
+    note_kernel("_softmax", read, written, "softmax")
+    note_kernel("eq", read, count, "flat")
+    note_kernel("all", count, 0, "reduction")
+    note_kernel("where", written, written, "broadcast")
 
 
 def _filled(name: str, *, copies: bool) -> _Rule:
