@@ -121,7 +121,7 @@ def test_the_price_of_time_may_be_another(price_list):
     assert slower.usd == pytest.approx(10 * usual.usd)
 
 
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt2"])
+@pytest.mark.parametrize("model", [pytest.param("mixtral-8x7b", marks=pytest.mark.full), "gpt2"])
 def test_other_kinds_of_models(price_list, model):
     question = question_of(price_list, model=model, gpus="h100-sxm-80gb", max_gpus=8, method="lora")
     found = search(question, seconds=3)
