@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -93,8 +93,7 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
     tracing: LayerSegmenter | None = None
     with card_of(spec) as tp_group:
         try:
-            empty = construct_empty(configured(spec, config), spec)
-            pruned = _prune(spec, empty, part, all_layers=all_layers)
+            empty, pruned = _construct_pruned(spec, config, part, all_layers=all_layers)
             empty.tie_weights()
             num_replicas = 1 if tp_group is None else max(1, spec.tensor // tp_plan_for(empty).heads.key_value)
             shard_model(empty, spec, tp_group=tp_group, part=pruned.part)
@@ -263,6 +262,28 @@ class _Pruned:
     stacks: list[LayerStack]
     checkpointed: list[nn.Module]
     part: StageSpec | None
+
+
+# Models of few layers, as they were constructed: variants of a job differ in what is done to them.
+_CONSTRUCTED: dict[Hashable, tuple[Any, _Pruned]] = {}
+_MOST_CONSTRUCTED = 4
+
+
+def _construct_pruned(
+    spec: TraceSpec, config: PreTrainedConfig, part: StageSpec | None, *, all_layers: bool
+) -> tuple[Any, _Pruned]:
+    """Return the model on the meta device with the layers that are traced, and what is known of them."""
+    own = configured(spec, config)
+    if part is not None or all_layers or spec.trust_remote_code:
+        empty = construct_empty(own, spec)
+        return empty, _prune(spec, empty, part, all_layers=all_layers)
+    key = type(own), own.to_json_string(use_diff=False), spec.attention, spec.dtype, spec.checkpointing
+    if key not in _CONSTRUCTED:
+        empty = construct_empty(own, spec)
+        while len(_CONSTRUCTED) >= _MOST_CONSTRUCTED:
+            del _CONSTRUCTED[next(iter(_CONSTRUCTED))]
+        _CONSTRUCTED[key] = empty, _prune(spec, empty, part, all_layers=all_layers)
+    return copy.deepcopy(_CONSTRUCTED[key])
 
 
 def _prune(spec: TraceSpec, empty: Any, part: StageSpec | None, *, all_layers: bool) -> _Pruned:
