@@ -122,6 +122,28 @@ def test_kernels_that_this_machine_cannot_build_are_not_chosen(tmp_path, monkeyp
     assert no_kernels is False
 
 
+def test_ctrl_c_ends_a_search_and_nothing_is_remembered(tmp_path, monkeypatch):
+    def interrupted(question, estimator):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("toolkit.planner.own.search", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        choose(resolve(job_of()), folder=tmp_path / "plans")
+    assert not (tmp_path / "plans").exists()
+
+
+def test_a_memory_that_cannot_be_read_or_written_costs_a_search_alone(chosen, tmp_path):
+    made, folder = chosen
+    (file,) = folder.iterdir()
+    (tmp_path / "folder" / file.name).mkdir(parents=True)  # in place of the file
+    (tmp_path / "file").write_text("in place of the folder")
+    known = own._Found(line=made.line, values=json.dumps(dict(made.values)), reason="why")
+    for place in ("folder", "file"):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(own, "_search", lambda plan, estimator: known)
+            assert choose(resolve(job_of()), folder=tmp_path / place).values == made.values
+
+
 def test_a_compiler_and_triton_build_kernels(monkeypatch):
     for triton, compiler in ((True, True), (True, False), (False, True)):
         monkeypatch.setattr("toolkit.planner.own.find_spec", lambda name, found=triton: found or None)
