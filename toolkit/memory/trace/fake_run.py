@@ -282,7 +282,10 @@ def _construct_pruned(
         empty = construct_empty(own, spec)
         while len(_CONSTRUCTED) >= _MOST_CONSTRUCTED:
             del _CONSTRUCTED[next(iter(_CONSTRUCTED))]
-        _CONSTRUCTED[key] = empty, _prune(spec, empty, part, all_layers=all_layers)
+        pruned = _prune(spec, empty, part, all_layers=all_layers)
+        left = set(map(id, empty.modules()))  # the others would be copied as well
+        few = [layer for layer in pruned.checkpointed if id(layer) in left]
+        _CONSTRUCTED[key] = empty, replace(pruned, checkpointed=few)
     return copy.deepcopy(_CONSTRUCTED[key])
 
 
