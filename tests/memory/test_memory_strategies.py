@@ -67,6 +67,21 @@ def test_fsdp2_shards_masters_and_moments_and_gathers_by_layer(estimator):
     assert between_steps(less) == near(12 * PARAMETERS / 8 + WORKSPACES)
 
 
+def test_options_of_fsdp2_change_what_is_held(estimator):
+    def fsdp2(**options):
+        return estimated(estimator, parallel={"strategy": "fsdp2", "fsdp2": options}).fullest.phases
+
+    usual, kept = fsdp2(), fsdp2(reshard_after_forward=False)
+    gathered = [phases["forward"].causes["parameters gathered"] for phases in (usual, kept)]
+    assert gathered[0] < PARAMETERS < gathered[1] == near(2 * PARAMETERS)
+    hybrid, whole = fsdp2(dp_replicate_size=2), fsdp2(dp_replicate_size=4)
+    assert hybrid["save"].allocated_bytes == near(12 * PARAMETERS / 2 + WORKSPACES)
+    assert whole["save"].allocated_bytes == near(12 * PARAMETERS + WORKSPACES)
+    wide = fsdp2(reduce_dtype="fp32")
+    buffers = [phases["backward"].causes["reduction buffer"] for phases in (usual, wide)]
+    assert buffers[1] == near(2 * buffers[0])
+
+
 def test_accumulation_keeps_whole_gradients_under_fsdp2(estimator):
     once = estimated(estimator, parallel={"strategy": "fsdp2"}, gradient_accumulation_steps=1)
     twice = estimated(estimator, parallel={"strategy": "fsdp2"}, gradient_accumulation_steps=2)
