@@ -31,8 +31,8 @@ from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT
 from toolkit.units import format_bytes
 
 _SCRIPTS_ON_HOST = (
-    "host memory is that of `toolkit train`, which streams the weights to the device; an Accelerate script loads the whole "
-    "model in each process first"
+    "host memory is that of an Accelerate script, whose processes each load the whole model first; `toolkit train` streams the "
+    "weights to the device and needs less"
 )
 
 ASSUMPTIONS: Mapping[str, tuple[str, ...]] = {

@@ -70,7 +70,7 @@ def _host_of_rank(
     if loaded is not None:
         loaded.replay(memory)
     if plan.job.parallel.strategy != "zero":
-        memory.start_passes()  # weights stream to the device, as they do for ZeRO; the engine keeps nothing on the host
+        _replay_whole(memory, events, upcast=plan.job.parallel.strategy == "fsdp2")
     elif settings.zero_stage == 3:
         replay_stage3(memory, Stage3(events, settings, workspace_bytes=0), settings)
     else:
@@ -85,3 +85,17 @@ def _host_of_rank(
     if plan.on_cpu:  # the ranks' tensors are host memory, too
         memory.allocate("tensors", peak_bytes)
     return memory.peak
+
+
+def _replay_whole(memory: HostMemory, trace: MemoryTrace, *, upcast: bool) -> None:
+    """Replay DDP and FSDP2, where each process has the whole model before it moves or is sharded.
+
+    Args:
+        memory: Host memory of the process.
+        trace: Trace of the model.
+        upcast: Whether trained parameters are cast to fp32 on the host (accelerate utils/fsdp_utils.py fsdp2_prepare_model).
+    """
+    whole = sum(p.numel * (4 if upcast and p.trainable else p.itemsize) for p in trace.parameters)
+    with memory.temporary("weights at the start", whole):
+        pass
+    memory.start_passes()
