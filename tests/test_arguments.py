@@ -79,7 +79,7 @@ TABLE: dict[str, Row] = {
             "tokens": [[], b"x", {}],
             "epochs": ["1", [], {}],
             "sequence_length": NO_COUNT,
-            "method": ["adapter", 3],
+            "method": [3],
             "train_batch_size": NO_COUNT,
             "gpus": [3, b"x", [3]],
             "max_gpus": NO_COUNT,

@@ -97,10 +97,11 @@ def test_a_rank_that_fails_is_named_with_its_place(folder):
 
 
 def test_an_interrupt_is_130(folder):
-    (folder / "script.py").write_text("import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(300)")
+    told = "import os, pathlib, time\npathlib.Path(f'up{os.environ[\"RANK\"]}').touch()\ntime.sleep(300)"
+    (folder / "script.py").write_text(told)
     command = [quick_python(), "-m", "toolkit", "launch", "job.yaml", "script.py"]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
-    while not (folder / "up").exists() and process.poll() is None:
+    while len(list(folder.glob("up?"))) < 2 and process.poll() is None:
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)
     _, shown = process.communicate(timeout=200)

@@ -7,10 +7,12 @@ from torch import Tensor
 
 
 def is_dtensor(weight: Tensor) -> bool:
-    """Return whether each rank of a mesh holds a part of a tensor (torch distributed/tensor DTensor)."""
-    from torch.distributed.tensor import DTensor
+    """Return whether each rank of a mesh holds a part of a tensor, without an import of torch's DTensor.
 
-    return isinstance(weight, DTensor)
+    Source:
+        torch distributed/tensor/_api.py DTensor.placements.
+    """
+    return hasattr(weight, "placements")
 
 
 @torch.no_grad()

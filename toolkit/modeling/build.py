@@ -31,7 +31,6 @@ from toolkit.modeling.checkpointing import apply_gradient_checkpointing, checkpo
 from toolkit.modeling.chunked_loss import apply_loss
 from toolkit.modeling.fp8 import apply_fp8, check_device
 from toolkit.modeling.fp8 import check_installed as check_fp8_installed
-from toolkit.modeling.fsdp2 import allocate_shards, fill, mesh_of, places_of, shard_over_ranks
 from toolkit.modeling.fused_kernels import apply_kernels
 from toolkit.modeling.initialization import initialize_weights, tie_weights
 from toolkit.modeling.liger import check_installed, import_for
@@ -181,6 +180,9 @@ def _build_sharded(
     on_progress: Callable[[int, int], None] | None,
 ) -> nn.Module:
     """Build a model whose weights FSDP2 shards over all ranks."""
+    # Imports torch's FSDP, which no other build needs.
+    from toolkit.modeling.fsdp2 import allocate_shards, fill, mesh_of, places_of, shard_over_ranks
+
     dense, model = construct_empty(config, options), construct_empty(config, options)
     for made in (dense, model):
         tie_weights(made)

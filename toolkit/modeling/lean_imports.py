@@ -22,6 +22,9 @@ from toolkit.modeling import stand_ins
 # adapted models, images, and pickled data pipelines.
 OPTIONAL_PACKAGES = ("PIL", "accelerate", "bitsandbytes", "deepspeed", "dill", "peft", "torchao")
 
+# Versions of torch in which the stand-ins were compared with what they stand in for; others import all of it.
+STAND_INS_FIT = ("2.13.",)
+
 _IMPORT_UTILS = "transformers.utils.import_utils"
 
 
@@ -41,8 +44,9 @@ def lean_imports() -> Iterator[None]:
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: such a module cannot be imported
     try:
         with uncollected():
-            importlib.import_module("torch")
-            stand_ins.install()
+            torch = importlib.import_module("torch")
+            if torch.__version__.startswith(STAND_INS_FIT):
+                stand_ins.install()
             with _names_when_asked(), _as_if_alone():
                 yield
     finally:

@@ -277,7 +277,10 @@ def _construct_pruned(
     if part is not None or all_layers or spec.trust_remote_code:
         empty = construct_empty(own, spec)
         return empty, _prune(spec, empty, part, all_layers=all_layers)
-    key = type(own), own.to_json_string(use_diff=False), spec.attention, spec.dtype, spec.checkpointing
+    text = own.get_text_config(decoder=True)
+    # What runs the experts and attention is not part of a configuration's JSON.
+    private = tuple(getattr(text, name, None) for name in ("_attn_implementation", "_experts_implementation"))
+    key = type(own), own.to_json_string(use_diff=False), private, spec.attention, spec.dtype, spec.checkpointing
     if key not in _CONSTRUCTED:
         empty = construct_empty(own, spec)
         while len(_CONSTRUCTED) >= _MOST_CONSTRUCTED:
