@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from toolkit.distributed.dtensors import is_dtensor
 from toolkit.distributed.world import World
 from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.sharded_files import ENGINE_FILE, OPTIMIZER, WEIGHT, EngineRecord, load_tensors, save_tensors
@@ -86,10 +88,13 @@ class TorchEngine:
             return
         self._micro_batches = 0
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        self._norm = _total_norm(trained)
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        self._norm = _total_norm(gradients)
         limit = self._plan.job.train.max_grad_norm
         if limit:
-            torch.nn.utils.clip_grads_with_norm_(trained, limit, self._norm)
+            # torch nn/utils/clip_grad.py _clip_grads_with_norm_
+            factor = (limit / (self._norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(_held(gradients), factor)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
@@ -218,12 +223,26 @@ def _optimizer(plan: Plan, groups: list[Any]) -> torch.optim.Optimizer:
     )
 
 
-def _total_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """Return the 2-norm of all gradients, summed in fp32 whatever their dtype."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norms: list[Any] = list(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
-    total: Any = torch.linalg.vector_norm(torch.stack(norms))
-    return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[no-any-return]
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients, summed in fp32 whatever their dtype.
+
+    Collectives:
+        Under FSDP2 one all-reduce among the ranks of a replica.
+    """
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack(torch._foreach_norm(_held(gradients), 2.0, dtype=torch.float32))
+    )
+    mesh: Any = getattr(gradients[0], "device_mesh", None)
+    if mesh is None:
+        return norm
+    squared = norm.square()
+    dist.all_reduce(squared, group=mesh.get_group(mesh.ndim - 1))  # replicas hold the same
+    return squared.sqrt()
+
+
+def _held(gradients: list[Any]) -> list[Tensor]:
+    """Return what this rank holds of each gradient."""
+    return [gradient.to_local() if is_dtensor(gradient) else gradient for gradient in gradients]
 
 
 def _shared(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, str]:

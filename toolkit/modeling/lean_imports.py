@@ -23,7 +23,7 @@ from toolkit.modeling import stand_ins
 OPTIONAL_PACKAGES = ("PIL", "accelerate", "bitsandbytes", "deepspeed", "dill", "peft", "torchao")
 
 # Versions of torch in which the stand-ins were compared with what they stand in for; others import all of it.
-STAND_INS_FIT = ("2.13.",)
+STAND_INS_FIT = ("2.13.", "2.14.")
 
 _IMPORT_UTILS = "transformers.utils.import_utils"
 
