@@ -8,13 +8,13 @@ from toolkit.errors import Problem
 from toolkit.planning.rules import (
     data,
     deepspeed,
-    estimate_only,
     fp8,
     grid,
     hardware,
     kernels,
     model,
     pipeline,
+    strategy,
     tensor,
     training,
     zero,
@@ -35,10 +35,10 @@ RULES: tuple[Rule, ...] = (
     *kernels.RULES,
     *data.RULES,
     *deepspeed.RULES,
-    *estimate_only.RULES,
+    *strategy.RULES,
 )
 
 # Additional rules for a plan that is to run.
-RUN_RULES: tuple[Rule, ...] = estimate_only.RUN_RULES
+RUN_RULES: tuple[Rule, ...] = strategy.RUN_RULES
 
 __all__ = ["RULES", "RUN_RULES", "Rule"]

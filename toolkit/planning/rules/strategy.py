@@ -1,4 +1,4 @@
-"""What the memory estimate supports and training does not: refused in every plan that is to run."""
+"""What each data-parallel strategy takes, and what the memory estimate supports and training does not."""
 
 from __future__ import annotations
 
