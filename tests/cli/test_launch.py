@@ -11,6 +11,7 @@ import time
 
 import pytest
 from quick_python import quick_python
+from train_jobs import hears_interrupts
 
 JOB = "model: quickstart-llama\ncluster: {gpu: cpu, gpus_per_node: 2}\ntrain: {output_dir: runs/mine}\n"
 SCRIPT = """
@@ -100,7 +101,7 @@ def test_an_interrupt_is_130(folder):
     told = "import os, pathlib, time\npathlib.Path(f'up{os.environ[\"RANK\"]}').touch()\ntime.sleep(300)"
     (folder / "script.py").write_text(told)
     command = [quick_python(), "-m", "toolkit", "launch", "job.yaml", "script.py"]
-    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, preexec_fn=hears_interrupts)
     while len(list(folder.glob("up?"))) < 2 and process.poll() is None:
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)
