@@ -83,7 +83,7 @@ def shard_over_ranks(
 
 
 def _final_norm(model: Any) -> nn.Module | None:
-    """Return the norm after the last decoder layer: the last child of the decoder that has weights and no layers."""
+    """Return the norm after the last decoder layer: the last child of the decoder whose class is a norm, as Accelerate finds it."""
     decoder = getattr(model, model.base_model_prefix, model)
     norms = [child for child in decoder.children() if "norm" in type(child).__name__.lower()]
     return norms[-1] if norms else None

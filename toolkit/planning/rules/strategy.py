@@ -29,20 +29,16 @@ def estimate_only(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def torch_strategies(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Refuse what DDP and FSDP2 do not do here: loss scaling, DeepSpeed's optimizers, sums in another dtype, compiled layers."""
+    """Refuse what DDP and FSDP2 do not do here: loss scaling, DeepSpeed's Lion, a static graph with accumulation, sums in another dtype."""
     strategy, train, settings = draft.job.parallel.strategy, draft.job.train, draft.settings
     if strategy == "zero":
         return
-    for key, value, why, fix in (
-        ("train.precision", "fp16", "gradients are not scaled against underflow", "bf16"),
-        ("train.optimizer", "lion", "DeepSpeed's Lion steps its own engine's weights", "adamw"),
-        ("train.torch_compile", "no", "compiled layers are not tested with its hooks", "false"),
-    ):
-        if getattr(train, key.removeprefix("train.")) == value or (key, settings.precision) == (
-            "train.precision",
-            value,
-        ):
-            yield _not_under(strategy, key, value, why, f"Set {key} to {fix}")
+    if settings.precision == "fp16":
+        why = "gradients are not scaled against underflow"
+        yield _not_under(strategy, "train.precision", "fp16", why, "Set train.precision to bf16")
+    if train.optimizer == "lion":
+        why = "DeepSpeed's Lion steps its own engine's weights"
+        yield _not_under(strategy, "train.optimizer", "lion", why, "Set train.optimizer to adamw")
     if draft.job.parallel.ddp_options.static_graph and settings.batch.accumulation > 1:
         why = f"with gradient_accumulation_steps={settings.batch.accumulation} torch fails in the first backward pass, which does not reduce"
         yield _not_under(strategy, "parallel.ddp.static_graph", True, why, "Remove it")
