@@ -17,8 +17,7 @@ def optimizers(bench: Bench, out: dict[str, Any]) -> None:
     count = 4096 if bench.quick else 2**29
     for name in ("deepspeed", "torch_fused", "torch_foreach"):
         with noted(out, name):
-            parameter = nn.Parameter(torch.zeros(count, device=bench.device))
-            parameter.grad = torch.full_like(parameter, 1e-3)
+            parameter = _with_gradient(count, bench.device)
             if name == "deepspeed":
                 if not bench.cuda:
                     raise RuntimeError("no card")
@@ -28,18 +27,26 @@ def optimizers(bench: Bench, out: dict[str, Any]) -> None:
             else:
                 how: dict[str, Any] = {"fused": True} if name == "torch_fused" else {"foreach": True}
                 optimizer = torch.optim.AdamW([parameter], lr=1e-5, **how)
-            seconds = bench.time(optimizer.step, share=1.5)
-            out[name] = {"elements": count, "seconds": seconds, "bytes_per_second": 28 * count / seconds}
+            out[name] = _rate(bench, optimizer, count, share=1.5)
         optimizer = None
         parameter = nn.Parameter(torch.empty(0))
         gc.collect()
     with noted(out, "many"):  # a list of parameters, as stage 0 has it
-        parameters = [nn.Parameter(torch.zeros(count // 256, device=bench.device)) for _ in range(256)]
-        for each in parameters:
-            each.grad = torch.full_like(each, 1e-3)
+        parameters = [_with_gradient(count // 256, bench.device) for _ in range(256)]
         many = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-        seconds = bench.time(many.step)
-        out["many"] = {"elements": count, "tensors": 256, "seconds": seconds, "bytes_per_second": 28 * count / seconds}
+        out["many"] = {"tensors": 256, **_rate(bench, many, count)}
+
+
+def _with_gradient(count: int, device: Any) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(count, device=device))
+    parameter.grad = torch.full_like(parameter, 1e-3)
+    return parameter
+
+
+def _rate(bench: Bench, optimizer: Any, count: int, **how: Any) -> dict[str, Any]:
+    """Return the seconds of AdamW's step over `count` elements, of 28 bytes each."""
+    seconds = bench.time(optimizer.step, **how)
+    return {"elements": count, "seconds": seconds, "bytes_per_second": 28 * count / seconds}
 
 
 def host_adam(bench: Bench, out: dict[str, Any]) -> None:
@@ -54,8 +61,7 @@ def host_adam(bench: Bench, out: dict[str, Any]) -> None:
         out["cast"] = {"bytes_per_second": 6 * count / bench.time(lambda: target.copy_(half), share=3)}
     for name in ("deepspeed", "torch_fused"):
         with noted(out, name):
-            parameter = nn.Parameter(torch.zeros(count))
-            parameter.grad = torch.full_like(parameter, 1e-3)
+            parameter = _with_gradient(count, "cpu")
             if name == "deepspeed":
                 if not bench.cuda:
                     raise RuntimeError("not compiled without a card")
@@ -64,8 +70,7 @@ def host_adam(bench: Bench, out: dict[str, Any]) -> None:
                 optimizer: Any = DeepSpeedCPUAdam([parameter], lr=1e-5)
             else:
                 optimizer = torch.optim.AdamW([parameter], lr=1e-5, fused=True)
-            seconds = bench.time(optimizer.step, warm=1, share=4)
-            out[name] = {"elements": count, "seconds": seconds, "bytes_per_second": 28 * count / seconds}
+            out[name] = _rate(bench, optimizer, count, warm=1, share=4)
 
 
 def pcie(bench: Bench, out: dict[str, Any]) -> None:
