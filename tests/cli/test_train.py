@@ -436,7 +436,9 @@ def test_ctrl_c_while_it_exports_says_how_to_export(root, whole, tmp_path):
     (out / "export").rename(tmp_path / "aside")
     before = {path.name for path in out.iterdir()}
     try:
-        for _ in range(5):  # an export takes a moment, and on a busy machine it may be over before this process runs again
+        for _ in range(
+            5
+        ):  # an export takes a moment, and on a busy machine it may be over before this process runs again
             process = start_toolkit(root, "train", root / "whole.yaml", "--resume", "latest")
             while not list(out.glob(".export.partial-*")) and process.poll() is None:
                 time.sleep(0.002)

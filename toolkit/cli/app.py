@@ -24,6 +24,7 @@ from toolkit.errors import INTERRUPTED_EXIT_CODE, RunError, SpecError, ToolkitEr
 COMMANDS = (
     "quickstart",
     "validate",
+    "data",
     "estimate",
     "plan",
     "emit",

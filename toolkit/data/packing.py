@@ -96,6 +96,16 @@ class PackedDataset:
             row["position_ids"] = np.concatenate([np.arange(len(ids)) for ids, _ in parts])
         return row
 
+    @property
+    def document_tokens(self) -> np.ndarray:
+        """Tokens of each document before packing, int64, shape (documents,)."""
+        return np.diff(self._store.offsets)
+
+    def num_tokens(self, index: int) -> int:
+        """Return the tokens of row `index` without padding."""
+        first, last = int(self._pieces.rows[index]), int(self._pieces.rows[index + 1])
+        return int((self._pieces.stops[first:last] - self._pieces.starts[first:last]).sum())
+
     def _piece(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         place = slice(int(self._pieces.starts[number]), int(self._pieces.stops[number]))
         ids = self._store.tokens[place].astype(np.int64)

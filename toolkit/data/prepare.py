@@ -18,7 +18,9 @@ from toolkit.data.store import TokenStore, tokenise
 from toolkit.dataset_inspection.chat_template import unused_chat_template
 from toolkit.dataset_inspection.formats import Format
 from toolkit.dataset_inspection.inspect import check_data
-from toolkit.errors import DataError, Problem, raise_all
+from toolkit.errors import DataError, PlanError, Problem, raise_all
+from toolkit.planning.plan import Plan
+from toolkit.planning.trainable import data_section_problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,24 @@ def prepare(
     raise_all(DataError, problems)
     held = packed[1] if len(packed) > 1 else None
     return PreparedData(train=packed[0], eval=held, format=format_, warnings=documents.warnings)
+
+
+def prepare_plan(plan: Plan, tokenizer: TransformersTokenizer, **options: Any) -> PreparedData:
+    """Prepare the data of a plan as its run does; `options` are arguments of `prepare` in place of the plan's.
+
+    Raises:
+        PlanError: TRAIN_NO_DATA. DataError: As `prepare`.
+    """
+    raise_all(PlanError, data_section_problems(plan.job))
+    assert plan.job.data is not None, "said above"
+    of_plan: dict[str, Any] = {
+        "sequence_length": plan.settings.sequence_length,
+        "seed": plan.job.train.seed,
+        "cache_dir": plan.output_dir / "cache",
+        "train_batch_size": plan.settings.batch.train,
+        "vocab_size": plan.model.vocab_size,
+    }
+    return prepare(plan.job.data, tokenizer=tokenizer, **of_plan | options)
 
 
 def _padding(tokenizer: Any, vocab_size: int | None) -> int:

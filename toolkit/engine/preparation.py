@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.arguments import checks_arguments
 from toolkit.data.formats import TransformersTokenizer
-from toolkit.data.prepare import PreparedData, prepare
+from toolkit.data.prepare import PreparedData, prepare_plan
 from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.distributed.world import World
 from toolkit.errors import PlanError, raise_all
@@ -16,19 +16,9 @@ from toolkit.planning.trainable import data_section_problems
 def prepare_in_turn(plan: Plan, world: World, tokenizer: TransformersTokenizer) -> PreparedData:
     """Tokenise on rank 0 while the others wait, however long it takes, then open its files on them."""
     raise_all(PlanError, data_section_problems(plan.job))
-    data = plan.job.data
-    assert data is not None, "said above"
 
     def work() -> PreparedData:
-        return prepare(
-            data,
-            tokenizer=tokenizer,
-            sequence_length=plan.settings.sequence_length,
-            seed=plan.job.train.seed,
-            cache_dir=plan.output_dir / "cache",
-            train_batch_size=plan.settings.batch.train,
-            vocab_size=plan.model.vocab_size,
-        )
+        return prepare_plan(plan, tokenizer)
 
     first = run_with_heartbeat(world, lambda: work() if world.is_main else None)
     # Ranks without a shared disk tokenise for themselves, which takes as long.

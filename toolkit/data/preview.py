@@ -1,0 +1,75 @@
+"""What a run would learn from: the figures of its packed data, and rows as text with a mark on what is in the loss."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from toolkit.data.packing import PackedDataset
+from toolkit.data.prepare import PreparedData
+from toolkit.modeling.loss import IGNORED
+
+
+def preview(data: PreparedData, tokenizer: Any, *, rows: int) -> dict[str, Any]:
+    """Return the figures of prepared data and its first rows in the order of the files.
+
+    Args:
+        data: Prepared data.
+        tokenizer: Tokenizer that made it, which decodes the rows.
+        rows: Number of rows to decode.
+    Returns:
+        As JSON: format, warnings, train and eval (figures, or null), and rows (row, tokens, learned, padding, and text: pairs
+        of a text and whether its tokens are in the loss).
+    """
+    return {
+        "format": data.format,
+        "warnings": list(data.warnings),
+        "train": _figures(data.train),
+        "eval": None if data.eval is None else _figures(data.eval),
+        "rows": [_row(data.train, index, tokenizer) for index in range(min(rows, len(data.train)))],
+    }
+
+
+def _figures(dataset: PackedDataset) -> dict[str, Any]:
+    """Return the statistics of packing, and the tokens of the documents before it."""
+    lengths = dataset.document_tokens
+    median, p95 = (int(np.quantile(lengths, share, method="nearest")) for share in (0.5, 0.95))
+    return {
+        **asdict(dataset.report),
+        "packing": dataset.packing,
+        "sequence_length": dataset.sequence_length,
+        "document_tokens": {
+            "median": median,
+            "p95": p95,
+            "max": int(lengths.max()),
+            "total": int(lengths.sum()),
+        },
+    }
+
+
+def _row(dataset: PackedDataset, index: int, tokenizer: Any) -> dict[str, Any]:
+    row, num_tokens = dataset[index], dataset.num_tokens(index)
+    learned = row["labels"][:num_tokens] != IGNORED
+    return {
+        "row": index,
+        "tokens": num_tokens,
+        "learned": int(learned.sum()),
+        "padding": len(row["labels"]) - num_tokens,
+        "text": _spans(row["input_ids"][:num_tokens].tolist(), learned, tokenizer),
+    }
+
+
+def _spans(ids: list[int], learned: np.ndarray, tokenizer: Any) -> list[tuple[str, bool]]:
+    """Decode runs of tokens that are learned, or not, each as what it adds to the text before: so that blanks stay."""
+    bounds = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(ids)]
+    spans, before = [], ""
+    for start, stop in itertools.pairwise(bounds):
+        text = tokenizer.decode(ids[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not text.startswith(before):  # the run begins inside a character
+            text = before + tokenizer.decode(ids[start:stop], skip_special_tokens=False)
+        spans.append((text[len(before) :], bool(learned[start])))
+        before = text
+    return spans
