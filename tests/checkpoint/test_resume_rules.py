@@ -94,6 +94,7 @@ TOLD: dict[str, Pair] = {
     "train.save_steps": ({}, {"train": {"save_steps": 3}}),
     "train.save_total_limit": ({}, {"train": {"save_total_limit": 3}}),
     "train.logging_steps": ({}, {"train": {"logging_steps": 3}}),
+    "train.callbacks": ({}, {"train": {"callbacks": ["hooks:Mine"]}}),
     "train.report_to": ({}, {"train": {"report_to": ["tensorboard"]}}),
     "train.lora.lora_dropout": (_lora(), _lora(lora_dropout=0.1)),
     "parallel.pipeline_schedule": tuple(

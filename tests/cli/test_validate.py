@@ -90,10 +90,11 @@ def test_every_problem_at_once(folder, capsys):
         "parallel.tensor=3",  # plan and placement
         "data.train=[absent.jsonl, train.jsonl]",  # data
         "data.loss_on=assistant",  # data
+        "train.callbacks=[absent_hooks:Mine]",  # code of the user's
     )
     assert validate(*sets) == 2
     found = codes(capsys)
-    for code in ("WARMUP_LENGTH", "TP_HEADS", "GRID_WORLD", "DATA_NOT_FOUND", "DATA_LOSS_ON"):
+    for code in ("USER_CODE", "WARMUP_LENGTH", "TP_HEADS", "GRID_WORLD", "DATA_NOT_FOUND", "DATA_LOSS_ON"):
         assert code in found
     assert len(found) == len(set(found))
 

@@ -131,6 +131,7 @@ def test_what_trainer_cannot_carry():
     refused("INTEGRATION_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
     refused("INTEGRATION_LOSS", "train.loss", train={"loss": "chunked"})
     refused("INTEGRATION_KERNELS", "train.kernels", train={"kernels": "liger"})
+    refused("INTEGRATION_LOOP", "train.callbacks", train={"callbacks": ["hooks:Mine"]})
     refused("INTEGRATION_FP8", "train.precision", train={"precision": "fp8"})
     refused("INTEGRATION_TENSOR", "parallel.tensor", model="llama-3.2-1b", parallel={"tensor": 2})
     refused("INTEGRATION_PIPELINE", "parallel.pipeline", model="llama-3.2-1b", parallel={"pipeline": 2})

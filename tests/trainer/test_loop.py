@@ -18,6 +18,7 @@ from train_jobs import curve, job_values, records, write_inputs
 from toolkit.checkpoint import shared
 from toolkit.checkpoint.discovery import list_checkpoints
 from toolkit.config.job import Job
+from toolkit.config.user_code import find_beside
 from toolkit.errors import ToolkitError
 from toolkit.planning.resolve import resolve
 from toolkit.trainer.loop import train
@@ -113,8 +114,30 @@ def _poison(root: Path) -> tuple[str, ...]:
     return _run(root, "nan", train=values)
 
 
+HOOKS = """
+from pathlib import Path
+
+class Counts:
+    def __init__(self):
+        self.told = []
+
+    def on_step_end(self, run, loss):
+        run.state["steps"] = run.state.get("steps", 0) + 1
+
+    def on_evaluation(self, run, loss):
+        self.told.append(f"evaluation {run.step_count}")
+
+    def on_save(self, run, folder):
+        self.told.append(f"{folder.name} {run.state['steps']}")
+
+    def on_end(self, run):
+        (Path(run.plan.output_dir) / f"told-{run.world.rank}-{run.step_count}").write_text("; ".join(self.told))
+"""
+
+
 def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     root = Path(root_name)
+    find_beside(root / "job.yaml")
     results: dict[str, Any] = {}
     for stage in (2, 3):
         sections = {"parallel": {"zero_stage": stage}, "train": {"weight_decay": 0.1}}
@@ -132,6 +155,7 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     results["lora-second"] = _run(root, "lora-parts", resume="checkpoint-4", train=lora)
     epochs = {"max_steps": None, "num_train_epochs": 1.5, "logging_steps": 5, "eval_steps": 6, "save_steps": 4}
     epochs |= {"save_total_limit": 2, "report_to": ["tensorboard"], "train_batch_size": None}
+    epochs |= {"callbacks": ["hooks_of_the_loop_test:Counts"]}
     results["epochs"] = _run(root, "epochs", train=epochs, data={"validation_fraction": 0.25, "max_samples": 24})
     rotate = {"save_total_limit": 2, "save_steps": 2}
     results["branch"] = _run(root, "branch", train=rotate)
@@ -142,7 +166,7 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     held = {"data": {"validation_fraction": 0.25}, "train": {"eval_steps": 3}}
     results["in-eval"] = _run(root, "in-eval", told=Told(step=3), **held)
     results["apart"] = _apart(root)
-    windows = {"logging_steps": 3, "weight_decay": 0.1}
+    windows = {"logging_steps": 3, "weight_decay": 0.1, "callbacks": ["hooks_of_the_loop_test:Counts"]}
     results["windows"] = _run(root, "windows", train=windows)
     results["windows-first"] = _run(root, "window-parts", stop_after=4, train=windows)
     results["windows-second"] = _run(root, "window-parts", resume="checkpoint-4", train=windows)
@@ -154,7 +178,9 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("loop"))
+    root = tmp_path_factory.mktemp("loop")
+    (root / "hooks_of_the_loop_test.py").write_text(HOOKS, encoding="utf-8")
+    return write_inputs(root)
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +272,15 @@ def test_the_logged_loss_is_the_mean_since_the_log_before(root: Path, results: d
     assert results["windows"].loss == logged[8]
     parts = {step: loss for step, (loss, _, _) in curve(root / "window-parts").items()}
     assert parts == pytest.approx(means((1, 3), (4, 4), (5, 6), (7, 8)), rel=1e-12)
+
+
+def test_callbacks_of_the_job_and_what_they_keep(root: Path, results: dict[str, Any]) -> None:
+    """Called on every rank; `run.state` goes into checkpoints and comes back with a resume."""
+    for rank in range(2):
+        assert (root / "windows" / f"told-{rank}-8").read_text() == "checkpoint-4 4; checkpoint-8 8"
+        assert (root / "window-parts" / f"told-{rank}-4").read_text() == "checkpoint-4 4"
+        assert (root / "window-parts" / f"told-{rank}-8").read_text() == "checkpoint-8 8"
+    assert "evaluation 6" in (root / "epochs" / f"told-1-{results['epochs'].step}").read_text()
 
 
 def test_a_run_outside_the_main_thread(root: Path, results: dict[str, Any]) -> None:

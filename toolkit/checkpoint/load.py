@@ -60,6 +60,7 @@ def restore(run: Run, folder: Path, *, say: Callable[[str], None]) -> State:
     _load_engine(run, folder, tag_of(state.step))
     load_random_state(folder, rank=run.world.rank)
     run.step_count = state.step
+    run.state = dict(state.hooks)
     num_steps = known_num_steps(run.plan, folder, state)
     if num_steps is not None:
         run.set_num_steps(num_steps)

@@ -230,7 +230,7 @@ RULES: dict[str, Rule] = {
     ),
     **_each(_TOLD, "train", "gradient_checkpointing attention loss kernels torch_compile"),
     **_each(_TOLD, "parallel", "sequence_parallel pipeline_schedule"),
-    **_each(_TOLD, "train", "save_steps save_total_limit eval_steps logging_steps report_to"),
+    **_each(_TOLD, "train", "save_steps save_total_limit eval_steps logging_steps report_to callbacks"),
     # Location and length of the run.
     "train.output_dir": _FREE,
     **_each(_FREE, "cluster", "gpu host_memory_gib nvme_path master_port transformers kernel_packages"),

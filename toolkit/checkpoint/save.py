@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import time
@@ -26,7 +27,7 @@ from toolkit.checkpoint.state import State
 from toolkit.data.formats import TransformersTokenizer
 from toolkit.distributed.deepspeed_private import count_parameters
 from toolkit.engine.run import Run
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, RunError
 from toolkit.io import make_folder, sync_folder
 from toolkit.modeling.first_rank import agree
 from toolkit.planning.state_bytes import leaves_frozen_out, written_bytes
@@ -110,6 +111,7 @@ def _prepare(run: Run, target: Path, partial: Path) -> None:
 
     def on_first_rank() -> None:
         _check_replaceable(target)
+        _check_state(run)
         shutil.rmtree(partial, ignore_errors=True)
         with disk_errors(target):
             make_folder(partial.parent)
@@ -126,6 +128,19 @@ def _prepare(run: Run, target: Path, partial: Path) -> None:
         if run.world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _check_state(run: Run) -> None:
+    """Refuse values of hooks that a checkpoint cannot hold, before anything is written."""
+    try:
+        json.dumps(run.state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RunError.of(
+            code="RUN_STATE",
+            key="run.state",
+            message=f"run.state cannot be saved with a checkpoint: {error}",
+            fix="Keep finite numbers, text, true or false, null, lists and mappings of these with text as keys",
+        ) from None
 
 
 def _check_replaceable(target: Path) -> None:
@@ -165,6 +180,7 @@ def _write_plan(run: Run, partial: Path, sources: dict[str, tuple[Source, ...]])
         versions={name: version(name) for name in ("torch", "deepspeed", "transformers")}
         | {"toolkit": installed_version()},
         sources=sources,
+        hooks=run.state,
     ).save(partial)
     assert (partial / LATEST).exists(), "the engine names its tag in `latest`"
 

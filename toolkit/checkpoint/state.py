@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from toolkit.checkpoint.fingerprint import Source
 from toolkit.checkpoint.layout import PLAN, STATE, tag_of
@@ -33,6 +33,7 @@ class State(BaseModel):
         train_batch_size: Sequences per optimizer step.
         saved_at: Time of saving, seconds since the epoch.
         versions: Library versions that wrote the checkpoint.
+        hooks: `run.state`: what hooks keep.
         sources: Sources of the run, from `toolkit.checkpoint.fingerprint.identify`; the earliest versions recorded none.
     """
 
@@ -46,6 +47,7 @@ class State(BaseModel):
     saved_at: Annotated[float, Field(ge=0, le=_YEAR_9999, allow_inf_nan=False)]
     versions: Annotated[dict[str, Version], Field(max_length=100)]
     sources: dict[str, tuple[Source, ...]] = {}
+    hooks: dict[str, JsonValue] = {}
 
     def save(self, folder: Path) -> None:
         """Write `state.json`."""

@@ -15,6 +15,7 @@ from toolkit.cli.output import warn
 from toolkit.config.job import Job
 from toolkit.config.loader import load_document, parse_job
 from toolkit.config.schema import own_key
+from toolkit.config.user_code import find_beside
 from toolkit.errors import Problem, SpecError, ToolkitError, raise_all
 from toolkit.planning.plan import Plan
 
@@ -35,6 +36,7 @@ def check_file(path: Path, overrides: Sequence[str] | None = None) -> Verdict:
         SpecError: The file is not a YAML mapping, or an override is not one.
         PlanError: PLAN_UNREADABLE.
     """
+    find_beside(path)
     if is_plan_file(path):
         if overrides:
             return check(read_job(path, overrides))

@@ -14,6 +14,7 @@ from toolkit.catalog.tokenizer import TokenizerFacts, read_tokenizer_facts
 from toolkit.cli.options import collect
 from toolkit.config.job import Job
 from toolkit.config.paths import path_kind, shown
+from toolkit.config.user_code import unfound
 from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX, ChatTemplate
 from toolkit.dataset_inspection.formats import Format
 from toolkit.dataset_inspection.inspect import DatasetFacts, peek
@@ -76,6 +77,7 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
         data, found = peek(job.data, template=_chat_template(facts))
         problems += found
     problems += output_problems(job.train.output_dir)
+    problems += user_code_problems(job)
     if readable and tokenizer is not None and (data is not None or job.model.tokenizer is not None):
         problems += _tokenizer_problems(tokenizer, facts, job, None if data is None else data.format)
     kept = tuple(dict.fromkeys(problems))
@@ -92,6 +94,12 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
         ),
         untrainable=untrainable,
     )
+
+
+def user_code_problems(job: Job) -> Iterator[Problem]:
+    """Yield a problem for each name of the user's Python that is not found; the modules are not run."""
+    for name in job.train.callbacks:
+        yield from unfound("train.callbacks", name)
 
 
 def output_problems(folder: Path) -> Iterator[Problem]:

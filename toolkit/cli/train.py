@@ -16,6 +16,8 @@ from toolkit.cli.train_report import Call, complete_line, export_finished, finis
 from toolkit.errors import INTERRUPTED_EXIT_CODE
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from toolkit.launch.outcome import RunOutcome
     from toolkit.planning.plan import Plan
 
@@ -150,7 +152,7 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
         outcome = RunOutcome(exit_code=code, interrupted=code == INTERRUPTED_EXIT_CODE, failure=None)
     else:
         resume = str(point.folder) if point is not None and call.resume != AUTO else call.resume
-        outcome = run_workers(plan, resume=resume, stop_after=call.stop_after)
+        outcome = run_workers(plan, resume=resume, stop_after=call.stop_after, job=call.job)
     exported = None
     if outcome.exit_code == 0 and not call.no_export and is_finished(plan):
         exported = export_finished(plan)
@@ -158,12 +160,13 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
     return outcome.exit_code
 
 
-def run_workers(plan: Plan, *, resume: str | None, stop_after: int | None) -> RunOutcome:
+def run_workers(plan: Plan, *, resume: str | None, stop_after: int | None, job: Path | None = None) -> RunOutcome:
     """Start one worker per rank and wait for them to end.
 
     Args:
         resume: Checkpoint to resume from, as `toolkit.trainer.loop.train` takes it.
         stop_after: Optimizer step after which the session ends.
+        job: Job file, beside which modules of the user's are found.
     """
     from toolkit.artifacts.files import emit
     from toolkit.checkpoint.discovery import remove_leftovers
@@ -177,6 +180,7 @@ def run_workers(plan: Plan, *, resume: str | None, stop_after: int | None) -> Ru
     argv = [*python_module("toolkit.trainer.worker"), "--plan", str(plan.output_dir / "plan.json")]
     argv += ["--log-dir", str(log_folder(plan)), *(["--resume", resume] if resume else [])]
     argv += ["--stop-after", str(stop_after)] if stop_after else []
+    argv += ["--job", str(job)] if job else []
     # A rank saves when asked to; after another has failed there is nothing to wait for.
     outcome = run_on_this_node(plan, argv, when_asked="each rank finishes its step and saves", grace_seconds=0.0)
     if outcome.exit_code != 0:

@@ -37,6 +37,7 @@ from toolkit.config.fields import (
     reporters,
 )
 from toolkit.config.section import Section
+from toolkit.config.user_code import UserCode
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 KernelPackage = Literal["mamba-ssm", "causal-conv1d", "flash-linear-attention"]
@@ -265,6 +266,10 @@ class Train(Section):
     """Optimizer steps between lines of metrics.jsonl."""
     report_to: Annotated[tuple[Reporter, ...], BeforeValidator(reporters, json_schema_input_type=Reporters)] = ()
     """`tensorboard`, beside metrics.jsonl in output_dir, which any other tool can read; or `none`."""
+    callbacks: tuple[UserCode, ...] = ()
+    """Classes of yours as `module:Class`, made once on every rank; their methods `on_step_end(run, loss)`,
+    `on_evaluation(run, loss)`, `on_save(run, folder)` and `on_end(run)` are called, those that they have.
+    """
     torch_compile: StrictBool = False
     """Compiles the model with torch.compile."""
     seed: Seed = 0

@@ -54,6 +54,7 @@ class Run:
         num_steps: Optimizer steps of the whole run; None until `loader` or `set_num_steps` sets it.
         last_learning_rate: Learning rate of the last step.
         memory: Peaks of this rank's memory by phase.
+        state: Values of hooks, as JSON has them: rank 0's are saved with each checkpoint, and a resume gives them to all ranks.
         stop_requested: Set to True on any rank to make `should_stop` true on all of them, after the same step: the
             next one on CPU, the one after that on GPU.
     """
@@ -72,6 +73,7 @@ class Run:
         self.engine = engine
         self.memory = memory or PhaseMemoryTracker(world.device)
         self.step_count = 0
+        self.state: dict[str, Any] = {}
         self.num_steps: int | None = plan.settings.max_steps
         self.stop_requested = False
         self.should_stop = False

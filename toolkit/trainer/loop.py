@@ -22,6 +22,7 @@ from toolkit.launch.builds import check_builds
 from toolkit.launch.extensions import Machine
 from toolkit.planning.plan import Plan
 from toolkit.planning.trainable import data_section_problems
+from toolkit.trainer.callbacks import attach_callbacks, make_callbacks
 from toolkit.trainer.progress import Reporter, Silent, Terminal
 from toolkit.trainer.session import Session, TrainResult
 from toolkit.trainer.start import begin_together
@@ -62,6 +63,13 @@ def train(
     """
     raise_all(PlanError, data_section_problems(plan.job))
     check_builds(plan)  # before the data are read, which may take long
+    callbacks = make_callbacks(plan)
+
+    def join(run: Run) -> None:
+        attach_callbacks(run, callbacks)
+        if attach is not None:
+            attach(run)
+
     world = init_world(plan.grid, backend=plan.gpu.backend)
     try:
         with ExitStack() as stack:
@@ -69,7 +77,7 @@ def train(
                 own: Reporter = Terminal() if world.is_main else Silent()
                 reporter = stack.enter_context(own)
             point = begin_together(plan, world, resume=resume, held=stack, say=reporter.say)
-            return _train(plan, world, reporter, point, skips=resume == AUTO, stop_after=stop_after, attach=attach)
+            return _train(plan, world, reporter, point, skips=resume == AUTO, stop_after=stop_after, attach=join)
     except BaseException:
         if world.size == 1:  # several ranks may still be in a collective, for which destroying the groups would wait
             destroy_world(world)
@@ -84,7 +92,7 @@ def _train(
     *,
     skips: bool,
     stop_after: int | None,
-    attach: Callable[[Run], object] | None,
+    attach: Callable[[Run], object],
 ) -> TrainResult:
     """Train from the point on which the ranks have agreed.
 
@@ -109,8 +117,7 @@ def _train(
     began = time.perf_counter()
     with _build(plan, world, reporter) as run:
         reporter.say(describe_model(run, seconds=time.perf_counter() - began))
-        if attach is not None:
-            attach(run)
+        attach(run)
         resumed = None if point is None else _resume(run, point, reporter, skips=skips)
         if resumed is None and skips and world.is_main:
             set_aside(plan.output_dir)

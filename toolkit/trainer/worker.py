@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from toolkit.config.user_code import find_beside
 from toolkit.errors import INTERRUPTED_EXIT_CODE, ToolkitError
 from toolkit.launch.environment import rank_from_environment
 from toolkit.launch.outcome import write_worker_error
@@ -26,8 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
     parser.add_argument("--resume", help="checkpoint to resume from, `latest` or `auto`")
     parser.add_argument("--stop-after", type=int, help="optimizer step after which this session saves and ends")
+    parser.add_argument("--job", type=Path, help="job file beside which modules of the user's lie")
     parser.add_argument("--log-dir", type=Path, help="folder for a machine-readable error for the launcher")
     options = parser.parse_args(arguments)
+    find_beside(options.job or options.plan)
     return run_rank(
         lambda: Plan.load(options.plan), resume=options.resume, stop_after=options.stop_after, log_dir=options.log_dir
     )

@@ -46,7 +46,16 @@ _PACKAGES = (
 
 # Keys of `train` on which neither a trace nor the fastest settings depend: how long a run is, and what it writes.
 OF_THE_RUN = frozenset(
-    {"output_dir", "seed", "max_steps", "num_train_epochs", "save_steps", "save_total_limit", "logging_steps"}
+    {
+        "output_dir",
+        "seed",
+        "max_steps",
+        "num_train_epochs",
+        "save_steps",
+        "save_total_limit",
+        "logging_steps",
+        "callbacks",
+    }
 )
 # What a trace does not depend on; all other keys are part of its key.
 _SETTINGS_APART = frozenset(

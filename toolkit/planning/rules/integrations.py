@@ -87,6 +87,7 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             fix=f"Set train.kernels to eager, or {OWN}",
             source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )
+    yield from _own_loop_problems(draft, consumer)
     yield from _cpu_problems(draft, consumer)
     yield from _option_problems(draft, consumer)
     yield from _loss_problems(draft, consumer)
@@ -105,6 +106,19 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             message=f"learning_rate_scaling={train.learning_rate_scaling} sets a learning rate that {name} sets itself",
             fix="Leave it out and scale the rate in the script",
         )
+
+
+def _own_loop_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
+    """Yield keys that our training loop alone acts on."""
+    train = draft.job.train
+    for name in ("callbacks",):
+        if getattr(train, name) and consumer == "trainer":  # a script has its own loop
+            yield Problem(
+                code="INTEGRATION_LOOP",
+                key=f"train.{name}",
+                message=f"{name} is acted on by our training loop, not by {NAMES[consumer]}",
+                fix=f"Leave it out, with Trainer's own callbacks in your script, or {OWN}",
+            )
 
 
 def _option_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
