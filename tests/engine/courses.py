@@ -131,8 +131,12 @@ def reference(case: Case, *, drawn_on: str = "cpu") -> Course:
 @cache
 def _reference(arguments: str) -> Course:
     architecture, train, config, data, steps, drawn_on = json.loads(arguments)
+    packed = train.get("method") == "qlora"
+    train |= {"method": "lora"} if packed else {}
     plan = tiny_plan(architecture, train=train, parallel={"zero_stage": 0}, config=config)
     model = build_model(plan, device=torch.device(drawn_on)).cpu()
+    if packed:
+        pack_by_bitsandbytes(model)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     decay = train.get("weight_decay", 0.0)
     exempt = [weight for name, weight in trained.items() if weight.ndim == 1]
@@ -153,6 +157,20 @@ def _reference(arguments: str) -> Course:
         losses.append(float(mean.detach()))
         snapshots.append({name: weight.detach().numpy().copy() for name, weight in trained.items()})
     return Course(losses=losses, norms=norms, first=snapshots[0], last=snapshots[-1])
+
+
+def pack_by_bitsandbytes(model: Any) -> None:
+    """Puts the frozen linear layers of a PeftModel into NF4, but the head, as bitsandbytes' documentation does."""
+    from bitsandbytes.nn import Linear4bit
+
+    head = model.get_base_model().get_output_embeddings()
+    for name, linear in list(model.named_modules()):
+        if type(linear) is not torch.nn.Linear or linear is head or linear.weight.requires_grad:
+            continue
+        packed = Linear4bit(linear.in_features, linear.out_features, bias=linear.bias is not None, quant_type="nf4")
+        packed.load_state_dict(linear.state_dict())
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, packed.requires_grad_(False).to("cpu"))
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import toolkit as tk
 from toolkit.cli.train_checks import check_start
 from toolkit.errors import PlanError
-from toolkit.launch.packages import LIGER, LIGER_KERNELS, TORCHAO, package_problems
+from toolkit.launch.packages import BITSANDBYTES, LIGER, LIGER_KERNELS, TORCHAO, package_problems
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ def installed(tmp_path, monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("package", [TORCHAO, LIGER, LIGER_KERNELS], ids=lambda package: package.code)
+@pytest.mark.parametrize("package", [TORCHAO, BITSANDBYTES, LIGER, LIGER_KERNELS], ids=lambda package: package.code)
 def test_the_oldest_version_is_that_of_the_extra(package):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras[package.extra] == [f"{package.name}>={package.least}"]
@@ -63,6 +63,13 @@ def test_an_old_package_is_told_with_both_versions(installed):
     (problem,) = package_problems(plan_of(precision="fp8"))
     assert "0.9.0 is installed, and 0.18 or newer is needed" in problem.message
     assert "accelerator-toolkit[fp8]" in problem.fix
+
+
+def test_qlora_needs_bitsandbytes(installed):
+    installed()
+    (problem,) = package_problems(plan_of(method="qlora"))
+    assert (problem.code, problem.key) == ("QLORA_PACKAGE", "train.method")
+    assert "accelerator-toolkit[qlora]" in problem.fix
 
 
 def test_a_package_that_is_new_enough_is_no_problem(installed):

@@ -63,7 +63,7 @@ def _optimizer_is(*names: str) -> Both:
 
 
 def _with_adapters(now: Plan, then: Plan) -> bool:
-    return now.job.train.method == then.job.train.method == "lora"
+    return now.job.train.method == then.job.train.method != "full"
 
 
 def _beside_read_weights(now: Plan, then: Plan) -> bool:

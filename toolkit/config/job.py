@@ -183,8 +183,8 @@ class Train(Section):
     """How to train; what is left out, the plan decides and explains."""
 
     method: Method = "full"
-    """`full` trains all weights; `lora` trains adapters; `qlora`, adapters over weights in NF4, can be estimated, not
-    trained.
+    """`full` trains all weights; `lora` trains adapters; `qlora` trains adapters over linear layers in NF4 (arXiv
+    2305.14314), which need the bitsandbytes package.
     """
     lora: Lora | None = None
     """The adapters under `method: lora` or `qlora`."""

@@ -51,7 +51,7 @@ REFUSED_NAMES: dict[str, str] = {
     "dataset": "data.train, which takes files, folders and hub ids, not names from a registry of data sets",
     "num_gpus": "cluster.gpus_per_node, which counts the cards of one node",
     "use_peft": "train.method: lora, a name instead of true",
-    "load_in_4bit": "train.method: qlora, which can be estimated, not trained",
+    "load_in_4bit": "train.method: qlora",
     "gradient_checkpointing_enable": "train.gradient_checkpointing",
 }
 

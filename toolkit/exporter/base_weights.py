@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import CheckpointError, raise_all
 from toolkit.exporter.zero_reader import StoredTensor
 from toolkit.modeling.conversion import ConversionGroup, convert_group
+from toolkit.modeling.nf4 import rounded_to_nf4
 from toolkit.modeling.safetensors_folder import SafetensorsFolder
 from toolkit.modeling.weights import full_shapes, plan_loading
 
@@ -24,6 +25,7 @@ class PretrainedWeights:
         folder: Local folder with `model.safetensors` or several files and their index.
         model: The model on the meta device, its weights tied as the config says.
         dtype: Training dtype of the floating-point tensors.
+        packed: Keys of the weights that training held in NF4, which are rounded to it.
     Raises:
         CheckpointError: WEIGHTS_*, if the folder does not fit the model.
     """
@@ -31,6 +33,7 @@ class PretrainedWeights:
     folder: Path
     model: PreTrainedModel
     dtype: torch.dtype
+    packed: frozenset[str] = frozenset()
     tensors: dict[str, StoredTensor] = field(init=False)
     _files: SafetensorsFolder = field(init=False)
     _shapes: dict[str, Tensor] = field(init=False)
@@ -55,9 +58,12 @@ class PretrainedWeights:
         }
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return one whole tensor, rounded to its training dtype and then converted to `dtype`."""
+        """Return one whole tensor, rounded as it was in training and then converted to `dtype`."""
         owner = self.tensors[name].owner
         group = self._group_of[owner]
         tensors = {key: self._files.read(key) for key in group.keys}
         value = convert_group(self.model, group, tensors, self._shapes)[owner]
-        return value.to(self.dtype).to(dtype) if value.is_floating_point() else value
+        if not value.is_floating_point():
+            return value
+        value = value.to(self.dtype)
+        return (rounded_to_nf4(value) if name in self.packed else value).to(dtype)

@@ -22,6 +22,7 @@ from toolkit.errors import CheckError, CheckpointError, first_line
 from toolkit.exporter.export import ExportReport, export_checkpoint
 from toolkit.exporter.model_folder import brings_code, read_model_object
 from toolkit.modeling.architecture import DTYPES
+from toolkit.modeling.nf4 import hold_in_nf4
 from toolkit.planning.plan import Plan
 from toolkit.planning.state_bytes import leaves_frozen_out
 from toolkit.units import format_count
@@ -122,6 +123,7 @@ def export(
         dtype=None if dtype is None else DTYPES[dtype],
         max_shard_size_bytes=max_shard_size_bytes,
         merge_adapter=merge_adapter,
+        packed=plan.job.train.method == "qlora",
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         grid=plan.grid,
@@ -141,7 +143,7 @@ def _why_not_compared(
         return "not asked for"
     if probe is None:
         return "this checkpoint has no scores of the live model; that of a run's last step does"
-    if plan.job.train.method == "lora" and plan.settings.init == "random" and not merge_adapter:
+    if plan.job.train.method != "full" and plan.settings.init == "random" and not merge_adapter:
         return "the adapter's base model was initialised at random and is not saved anywhere"
     if asked:
         return None
@@ -220,6 +222,8 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code
         if report.kind == "adapter":
             from peft import PeftModel
 
+            if plan.job.train.method == "qlora":
+                hold_in_nf4(model, dtype=DTYPES[plan.settings.dtype])
             model = PeftModel.from_pretrained(model, str(folder))
         return model.eval()
     except Exception as error:  # any kind: a configuration that the library cannot use
@@ -233,4 +237,5 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code
 
 def _base_weights(plan: Plan, *, merge_adapter: bool) -> Path | None:
     """Return the folder of a LoRA run's frozen weights, which its checkpoints leave out."""
-    return locate_weights(plan) if merge_adapter and leaves_frozen_out(plan) else None
+    read = leaves_frozen_out(plan) and plan.settings.init == "pretrained"
+    return locate_weights(plan) if merge_adapter and read else None

@@ -17,6 +17,7 @@ from toolkit.exporter.base_weights import PretrainedWeights
 from toolkit.exporter.zero_reader import StoredTensor
 from toolkit.introspect import tied_keys
 from toolkit.modeling.conversion import group_model_keys
+from toolkit.modeling.nf4 import packed_linears
 from toolkit.modeling.safetensors_folder import some
 from toolkit.modeling.weights import full_shapes
 
@@ -68,7 +69,7 @@ class Contents:
 
 
 def choose_contents(
-    opened: Opened, dtype: torch.dtype | None, *, base_dir: Path | None, merge_adapter: bool
+    opened: Opened, dtype: torch.dtype | None, *, base_dir: Path | None, merge_adapter: bool, packed: bool = False
 ) -> Contents:
     """Choose the contents of an export: the model, the adapter, or the base with the adapter merged into it.
 
@@ -80,7 +81,10 @@ def choose_contents(
         return _plan_model(weights, model, dtype, kind="model")
     if not merge_adapter:
         return _plan_adapter(weights, opened.lora, dtype)
-    base = None if base_dir is None else PretrainedWeights(base_dir, model, _trained_dtype(weights))
+    base = None
+    if base_dir is not None:
+        rounded = frozenset(f"{name}.weight" for name in packed_linears(model)) if packed else frozenset()
+        base = PretrainedWeights(base_dir, model, _trained_dtype(weights), rounded)
     return _plan_model(MergedWeights(weights, lora_targets(opened.peft_model), base), model, dtype, kind="merged")
 
 

@@ -77,6 +77,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_size_bytes: int = 5 * 10**9,
     merge_adapter: bool = False,
+    packed: bool = False,
     verify: bool = True,
     overwrite: bool = False,
     trust_remote_code: bool = False,
@@ -99,6 +100,7 @@ def export_checkpoint(
         dtype: Dtype of the floating-point tensors; the training dtype when left out. fp32 reads the master weights.
         max_shard_size_bytes: Size above which a new file begins, bytes.
         merge_adapter: Whether to write the base with the adapter merged into it, not the adapter.
+        packed: Whether the adapter was trained over linear layers in NF4, as which they are merged.
         verify: Whether to read back every name and shape, as `from_pretrained` would match them, and a sample of the values.
         overwrite: Whether to replace the contents of `output_dir`.
         trust_remote_code: Whether to run model code in `model_dir`.
@@ -124,7 +126,7 @@ def export_checkpoint(
     if merge_adapter and opened.peft_model is None:
         raise CheckpointError(_not_adapted(source))
     with staged_folder(target, overwrite=overwrite) as folder:
-        plan = choose_contents(opened, dtype, base_dir=base_dir, merge_adapter=merge_adapter)
+        plan = choose_contents(opened, dtype, base_dir=base_dir, merge_adapter=merge_adapter, packed=packed)
         writer = _write(plan, opened.model, folder, max_shard_size_bytes=max_shard_size_bytes, progress=progress)
         copy_companions(opened.model_dir, folder, plan, architecture=type(opened.model).__name__)
         if verify:

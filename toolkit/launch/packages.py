@@ -55,6 +55,15 @@ TORCHAO = Package(
     wanted="precision=fp8",
     instead="set train.precision to bf16",
 )
+BITSANDBYTES = Package(
+    name="bitsandbytes",
+    extra="qlora",
+    least="0.50",
+    code="QLORA_PACKAGE",
+    key="train.method",
+    wanted="method=qlora",
+    instead="set train.method to lora",
+)
 LIGER = Package(
     name="liger-kernel",
     extra="liger",
@@ -87,6 +96,8 @@ def package_problems(plan: Plan) -> Iterator[Problem]:
 def _needed(plan: Plan) -> Iterator[Package]:
     if plan.settings.precision == "fp8":
         yield TORCHAO
+    if plan.job.train.method == "qlora":
+        yield BITSANDBYTES
     if plan.job.train.loss == "liger":
         yield LIGER
     if plan.settings.kernels == "liger":

@@ -36,6 +36,7 @@ from toolkit.modeling.initialization import initialize_weights, tie_weights
 from toolkit.modeling.liger import check_installed, import_for
 from toolkit.modeling.lora import apply_lora
 from toolkit.modeling.materialize import allocate
+from toolkit.modeling.nf4 import hold_in_nf4, import_bitsandbytes
 from toolkit.modeling.weights import load_pretrained
 from toolkit.pipeline_parallel.param_tags import mark_stage
 from toolkit.pipeline_parallel.part import inner_model, stage_info
@@ -56,6 +57,7 @@ class BuildOptions:
         dtype: Data type of the parameters.
         trust_remote_code: Whether the model's own code may run.
         sequence_parallel: Whether tensor ranks also hold shards of the sequence between the sharded layers.
+        quantized: Whether the linear layers but the head hold NF4 (QLoRA).
         lora: LoRA section; None trains all parameters.
         seed: Seed of the adapters.
         fp8: How the decoder layers' linear modules multiply in float8; None where they do not.
@@ -70,6 +72,7 @@ class BuildOptions:
     dtype: torch.dtype = torch.bfloat16
     trust_remote_code: bool = False
     sequence_parallel: bool = False
+    quantized: bool = False
     lora: Lora | None = None
     seed: int = 0
     fp8: Fp8 | None = None
@@ -88,6 +91,7 @@ class BuildOptions:
             "dtype": DTYPES[settings.dtype],
             "trust_remote_code": plan.job.model.trust_remote_code,
             "sequence_parallel": settings.sequence_parallel,
+            "quantized": train.method == "qlora",
             "lora": None if train.method == "full" else train.adapters,
             "seed": train.seed,
             "fp8": train.float8 if settings.precision == "fp8" else None,
@@ -128,7 +132,7 @@ def build_model(
         SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
         PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS,
             LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE, FP8_PACKAGE, FP8_CAPABILITY, FP8_LAYERS,
-            KERNELS_PACKAGE, KERNELS_MODEL; with tensor ranks also those of `apply_tensor_parallel`, with stages those of
+            KERNELS_PACKAGE, KERNELS_MODEL, QLORA_PACKAGE, QLORA_LAYERS; with tensor ranks also those of `apply_tensor_parallel`, with stages those of
             `split_model`.
         CheckpointError: If the weights do not fit the model.
     """
@@ -148,13 +152,15 @@ def build_model(
             on_progress=on_progress,
         )
     dense: PreTrainedModel | None = None
-    if world is None or world.grid.size("model") == 1:
+    if options.quantized:
+        dense, model = _twins(config, options)
+        hold_in_nf4(model, dtype=options.dtype)
+        allocate(model, device=device)
+    elif world is None or world.grid.size("model") == 1:
         with _partitioned(plan, dp_group), torch.device(device), no_init_weights():
             model = construct(config, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
     else:
-        dense, model = construct_empty(config, options), construct_empty(config, options)
-        for made in (dense, model):
-            tie_weights(made)
+        dense, model = _twins(config, options)
         part = plan.stage(world.coordinate.pp) if world.grid.pp > 1 else None
         shard_model(model, options, tp_group=world.tp_group, part=part)
         zero_config = plan.deepspeed_config() if plan.settings.zero_stage == 3 else None
@@ -167,6 +173,14 @@ def build_model(
     if world is not None and world.grid.size("model") > 1:
         _mark(plan, adapted, world=world)
     return adapted  # type: ignore[no-any-return]
+
+
+def _twins(config: PreTrainedConfig, options: BuildOptions) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return the model twice on the meta device with its weights tied: to be what it is read from, and to be changed."""
+    made = construct_empty(config, options), construct_empty(config, options)
+    for model in made:
+        tie_weights(model)
+    return made
 
 
 def _build_sharded(
@@ -183,9 +197,9 @@ def _build_sharded(
     # Imports torch's FSDP, which no other build needs.
     from toolkit.modeling.fsdp2 import allocate_shards, fill, mesh_of, places_of, shard_over_ranks
 
-    dense, model = construct_empty(config, options), construct_empty(config, options)
-    for made in (dense, model):
-        tie_weights(made)
+    dense, model = _twins(config, options)
+    if options.quantized:
+        hold_in_nf4(model, dtype=options.dtype)
     places, ties = places_of(model), tied_keys(model)
     adapted = finish_model(add_adapters(model, options), options)
     shard_over_ranks(
@@ -214,6 +228,8 @@ def _build_sharded(
 def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
     """Add to a model built elsewhere what the plan has: adapters, float8, kernels, checkpointing, the loss, compilation."""
     options = BuildOptions.of(plan)
+    if options.quantized:
+        hold_in_nf4(model, dtype=options.dtype)
     return finish_model(add_adapters(model, options), options)  # type: ignore[no-any-return]
 
 
@@ -292,6 +308,8 @@ def _check_packages(options: BuildOptions, device: torch.device) -> None:
         check_installed()
     if options.kernels == "liger":
         import_for(LIGER_KERNELS)
+    if options.quantized:
+        import_bitsandbytes()
     if options.fp8 is not None:
         check_fp8_installed()
         check_device(device)

@@ -19,6 +19,7 @@ from toolkit.distributed.deepspeed_private import is_absent, is_partitioned
 from toolkit.distributed.dtensors import copy_whole
 from toolkit.introspect import named_decoder_layers, tied_keys
 from toolkit.modeling.local_shard import LocalShard
+from toolkit.modeling.nf4 import layer_of, pack
 
 _DONE = "_is_hf_initialized"  # transformers.initialization skips tensors with this attribute
 
@@ -117,6 +118,10 @@ def _draw_unit(
         for weight, key in drawn.items():
             local_key = part.local_key(key)
             if local_key is not None:
+                layer = layer_of(model, local_key)
+                if layer is not None:
+                    pack(layer, weight)
+                    continue
                 target = model.get_parameter(local_key)
                 with gathered([target]):
                     copy_whole(target, part.take(key, weight))

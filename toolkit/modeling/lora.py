@@ -64,6 +64,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
                 )
                 # peft would cast adapters of 16-bit models to fp32; the engine keeps its own fp32 master copy.
                 adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+            _cast_adapters(adapted, model.dtype)
             if stage_info(model) is not None:
                 # The saved configuration is that of the whole adapter, not of this rank's layers.
                 adapted.active_peft_config.exclude_modules = None
@@ -83,6 +84,13 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
                 fix=f"Name some of {', '.join(linear)}, or all-linear",
                 source="peft tuners/tuners_utils.py",
             ) from None
+
+
+def _cast_adapters(adapted: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give adapters the model's precision, which peft takes from the weights below them: packed ones are integers."""
+    for weight in adapted.parameters():
+        if weight.requires_grad and weight.dtype != dtype:
+            weight.data = weight.data.to(dtype)
 
 
 def _resolved_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:

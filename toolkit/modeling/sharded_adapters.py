@@ -114,7 +114,8 @@ def draw_adapters(model: nn.Module, *, seed: int) -> None:
             shape[cut.dim] = cut.dense_length
         seed_draws(module_seed(seed, name))
         # FSDP2's shards are fp32: without it the adapters would have the dtype of what they adapt.
-        dtype = base.weight.dtype if is_dtensor(weight) else weight.dtype
+        of_base = getattr(base, "compute_dtype", base.weight.dtype)  # packed weights are integers
+        dtype = of_base if is_dtensor(weight) else weight.dtype
         dense = nn.init.kaiming_uniform_(torch.empty(shape, dtype=dtype, device=weight.device), a=5**0.5)
         if cut is None:
             copy_whole(weight, dense)

@@ -7,7 +7,7 @@ rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from toolkit.modeling.conversion import ConversionGroup, convert_group, group_ch
 from toolkit.modeling.first_rank import agree, is_source
 from toolkit.modeling.initialization import gathered, initialize_buffers, initialize_weights, tie_weights
 from toolkit.modeling.local_shard import LocalShard
+from toolkit.modeling.nf4 import layer_of, pack
 from toolkit.modeling.safetensors_folder import SafetensorsFolder, corrupt, some
 
 _BATCH_BYTES = 128 * 2**20  # tensors sent together: enough to hide a collective's latency, little host memory
@@ -109,11 +110,10 @@ def load_pretrained(
     if report.initialized:
         owners = frozenset(key.rpartition(".")[0] for key in report.initialized)
         initialize_weights(model, seed=0, modules=owners, dense=dense, part=part)
-    targets = model.state_dict(keep_vars=True)
     done = 0
     for number, keys in enumerate(names):
         values = together(partial(reader.values, number) if reader else None, keep=True)
-        _assign({key: targets[key] for key in keys}, values, group=group)
+        _assign(model, keys, values, group=group)
         del values  # before the next batch is read
         done += len(keys)
         if progress is not None:
@@ -232,14 +232,25 @@ class _Reader:
 
 
 @torch.no_grad()
-def _assign(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], *, group: dist.ProcessGroup | None) -> None:
+def _assign(
+    model: nn.Module, keys: Iterable[str], values: Mapping[str, Tensor], *, group: dist.ProcessGroup | None
+) -> None:
     """Copy the first rank's values into the model of every rank."""
     spread = dist.is_initialized() and dist.get_world_size(group) > 1
+    state = model.state_dict(keep_vars=True)
+    targets: dict[str, Tensor] = {}
+    for key in keys:
+        layer = layer_of(model, key)
+        if layer is None:
+            targets[key] = state[key]
+            continue
+        shape, dtype = (layer.out_features, layer.in_features), layer.compute_dtype
+        pack(layer, _sent(shape, dtype, state[key].device, values.get(key), group=group))
     for part in _gatherable(targets):
         with gathered(part.values()):
             for key, target in part.items():
                 if is_dtensor(target):
-                    copy_whole(target, _sent(target, values.get(key), group=group))
+                    copy_whole(target, _sent(target.shape, target.dtype, target.device, values.get(key), group=group))
                     continue
                 if key in values:
                     target.data.copy_(values[key])
@@ -247,13 +258,21 @@ def _assign(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], *, grou
                     dist.broadcast(target.data, group=group, group_src=0)
 
 
-def _sent(target: Tensor, value: Tensor | None, *, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the first rank's value on every rank, in the dtype and on the device of its target."""
+def _sent(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    value: Tensor | None,
+    *,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Return the first rank's value on every rank, in a dtype and on a device."""
     if value is None:
-        whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        whole = torch.empty(tuple(shape), dtype=dtype, device=device)
     else:
-        whole = value.to(device=target.device, dtype=target.dtype).contiguous()
-    dist.broadcast(whole, group=group, group_src=0)
+        whole = value.to(device=device, dtype=dtype).contiguous()
+    if dist.is_initialized():
+        dist.broadcast(whole, group=group, group_src=0)
     return whole
 
 

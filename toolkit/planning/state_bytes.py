@@ -105,8 +105,12 @@ def swapped_bytes(draft: UncheckedPlan) -> int | None:
 
 
 def leaves_frozen_out(draft: UncheckedPlan) -> bool:
-    """Return whether checkpoints omit frozen weights: LoRA's are in the model's folder, unless initialized at random."""
-    return draft.job.train.method != "full" and draft.settings.init == "pretrained"
+    """Return whether checkpoints omit frozen weights: LoRA's are in the model's folder, unless initialized at random.
+
+    Packed ones are never saved: they are read, or drawn from the same seed, and packed again.
+    """
+    method = draft.job.train.method
+    return method == "qlora" or (method == "lora" and draft.settings.init == "pretrained")
 
 
 def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:

@@ -48,7 +48,7 @@ class Fsdp2(EngineReplay):
     def _whole(self, group: str) -> int:
         """Return the bytes of a group's parameters in training precision, padded to the ranks."""
         size = self.settings.shard_size
-        return sum(math.ceil(p.numel / size) * size * self.settings.itemsize for p in self._groups[group])
+        return sum(math.ceil(p.numel / size) * size * p.itemsize for p in self._groups[group])
 
     def _shard(self, parameters: list[Parameter]) -> int:
         return sum(math.ceil(parameter.numel / self.settings.shard_size) for parameter in parameters)
@@ -57,7 +57,7 @@ class Fsdp2(EngineReplay):
         """Allocate shards, fp32 where trained; then each whole parameter in turn (fsdp2_load_full_state_dict)."""
         frozen = [parameter for parameter in self.trace.parameters if not parameter.trainable]
         self.account.allocate("master parameters", MASTER_ITEMSIZE * self._shard(self.trainable))
-        self.account.allocate("frozen parameters", self.settings.itemsize * self._shard(frozen))
+        self.account.allocate("frozen parameters", sum(p.itemsize * self._shard([p]) for p in frozen))
         whole = (p.numel * (MASTER_ITEMSIZE if p.trainable else p.itemsize) for p in self.trace.parameters)
         self.account.transient("parameters being sharded", max(whole, default=0))
 

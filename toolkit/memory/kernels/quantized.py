@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from toolkit.memory.kernels.operations import note
+from toolkit.modeling.nf4 import packed_linears
 
 # Elements per scale, and scales per second-level scale (double quantization).
 BLOCK, NESTED_BLOCK = 64, 256
@@ -62,11 +63,8 @@ def _unpacked(like: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int]) 
 
 def quantize_linears(model: PreTrainedModel) -> int:
     """Replace the linear layers of a model, except its output projection, and return how many."""
-    head = model.get_output_embeddings()
-    found = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    ]
-    for name, module in found:
+    found = packed_linears(model)
+    for name, module in found.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, Nf4Linear(module))
     return len(found)

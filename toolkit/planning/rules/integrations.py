@@ -124,6 +124,14 @@ def _own_loop_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]
 def _option_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
     """Yield options of DDP and FSDP2 that the consumer's file has no key for."""
     parallel = draft.job.parallel
+    if draft.job.train.method == "qlora" and parallel.strategy == "fsdp2":
+        yield Problem(
+            code="INTEGRATION_STRATEGY",
+            key="train.method",
+            message=f"method=qlora under strategy=fsdp2: {NAMES[consumer]} spreads a state that has no scales of packed weights",
+            fix=f"Set parallel.strategy to ddp, or {OWN}",
+            source="accelerate utils/fsdp_utils.py fsdp2_load_full_state_dict",
+        )
     unread = {"fsdp2": ("dp_replicate_size", "reduce_dtype"), "ddp": ()}
     if consumer == "accelerate":
         unread["ddp"] = tuple(Ddp.model_fields)

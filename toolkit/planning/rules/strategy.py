@@ -9,7 +9,6 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Keys of the job, and their values that can only be estimated, each with what to set instead.
 _ESTIMATED_ALONE = {
-    "train.method": {"qlora": "lora"},
     "train.optimizer": {"adamw_8bit": "adamw"},
 }
 
@@ -94,20 +93,13 @@ def strategy_keys(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def qlora_partitions(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Refuse QLoRA under stage 3, whose partitioning loses the scales of packed 4-bit weights (peft #306)."""
-    if draft.job.train.method == "qlora" and draft.settings.zero_stage == 3:
-        strategy = draft.job.parallel.strategy
+    """Refuse QLoRA under ZeRO-3, whose partitioning casts and flattens packed 4-bit weights (peft #306)."""
+    if draft.job.train.method == "qlora" and draft.settings.zero_stage == 3 and draft.job.parallel.strategy == "zero":
         yield Problem(
             code="QLORA_STAGE",
             key="train.method",
-            message=f"method=qlora under {'zero_stage=3' if strategy == 'zero' else f'strategy={strategy}'}: packed "
-            "4-bit weights cannot be partitioned",
-            fix=(
-                "Set parallel.zero_stage to 0, 1 or 2"
-                if strategy == "zero"
-                else "Set parallel.strategy to ddp, or to zero, whose stages 0 to 2 do not partition weights"
-            )
-            + ", or train.method to lora",
+            message="method=qlora under zero_stage=3: DeepSpeed cannot partition packed 4-bit weights",
+            fix="Set parallel.zero_stage to 0, 1 or 2, or parallel.strategy to fsdp2, or train.method to lora",
             source="deepspeed runtime/zero/partition_parameters.py; peft #306",
         )
 

@@ -1,0 +1,114 @@
+"""QLoRA's frozen linear layers: 4-bit NormalFloat with double quantization, as bitsandbytes stores and multiplies them.
+
+Every linear layer but the head is packed when its weight is read or drawn, so that of the whole weights one batch is in memory
+at a time. A product unpacks its weight to the training precision.
+
+Source:
+    arXiv 2305.14314, section 3; bitsandbytes nn/modules.py Linear4bit; transformers quantizers/quantizer_bnb_4bit.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.distributed.dtensors import copy_whole, is_dtensor
+from toolkit.errors import PlanError, first_line
+from toolkit.launch.packages import BITSANDBYTES
+
+NF4 = {"quant_type": "nf4", "compress_statistics": True}
+
+
+def import_bitsandbytes() -> Any:
+    """Import bitsandbytes.
+
+    Raises:
+        PlanError: QLORA_PACKAGE if it cannot be imported.
+    """
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise PlanError(BITSANDBYTES.problem(first_line(error))) from None
+    return bitsandbytes
+
+
+def packed_linears(model: Any) -> dict[str, nn.Linear]:
+    """Return the linear layers of a `PreTrainedModel` that QLoRA packs, by name: all but the head."""
+    head = model.get_output_embeddings()
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
+
+
+def hold_in_nf4(model: Any, *, dtype: torch.dtype) -> None:
+    """Replace the layers to pack by bitsandbytes' own, in place; those that have values are packed at once.
+
+    Args:
+        model: A `PreTrainedModel`. On the meta device its layers get weights of the packed size, which `pack` fills.
+        dtype: Data type of the products.
+    Raises:
+        PlanError: QLORA_PACKAGE; QLORA_LAYERS if the model has no linear layers.
+    """
+    bitsandbytes = import_bitsandbytes()
+    found = packed_linears(model)
+    if not found:
+        raise PlanError.of(
+            code="QLORA_LAYERS",
+            key="train.method",
+            message=f"method=qlora packs linear layers, of which {type(model).__name__} has none besides its head",
+            fix="Set train.method to lora",
+            source="transformers quantizers/quantizer_bnb_4bit.py",
+        )
+    for name, linear in found.items():
+        if isinstance(linear, bitsandbytes.nn.Linear4bit):  # loaded so
+            continue
+        with torch.device("meta"):
+            packed = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, **NF4)
+        whole, packed.bias = linear.weight, linear.bias
+        packed.compute_dtype, packed.compute_type_is_set = dtype, True
+        # In evaluation on a CPU it would repack its weight for another kernel, and not for training again.
+        packed.support_avx512bf16_for_cpu = False
+        size = -(-whole.numel() // 2), 1
+        packed.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device="meta"), requires_grad=False)
+        packed.register_state_dict_post_hook(_drop_scales)
+        if not whole.is_meta:
+            pack(packed, whole.detach().to(dtype))
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, packed)
+
+
+def layer_of(model: nn.Module, key: str) -> Any:
+    """Return the packed layer that has a weight, by its key in the model's state; None for other weights."""
+    name, _, attribute = key.rpartition(".")
+    layer = model.get_submodule(name)
+    return layer if attribute == "weight" and hasattr(layer, "quant_storage") else None
+
+
+@torch.no_grad()
+def pack(layer: Any, whole: Tensor) -> None:
+    """Quantize the whole weight of a packed layer, of which this rank may hold a shard; the scales are whole on every rank."""
+    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.nn import Params4bit
+
+    values, state = quantize_4bit(whole.contiguous(), blocksize=64, **NF4)
+    layer.quant_state = state
+    if is_dtensor(layer.weight):
+        copy_whole(layer.weight, values)
+    else:
+        layer.weight = Params4bit(values, quant_state=state, blocksize=64, bnb_quantized=True, module=layer, **NF4)
+
+
+def rounded_to_nf4(whole: Tensor) -> Tensor:
+    """Return a weight as its packed layer multiplies with it."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    values, state = quantize_4bit(whole.contiguous(), blocksize=64, **NF4)
+    return dequantize_4bit(values, state).to(whole.dtype)  # type: ignore[no-any-return]
+
+
+def _drop_scales(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leave the scales of a packed weight out of the model's state: checkpoints have no frozen weights."""
+    for key in [key for key in state if key.startswith(f"{prefix}weight.")]:
+        del state[key]
