@@ -91,7 +91,7 @@ def test_a_required_key_may_have_its_other_name():
         {"cluster": {"gpu": {"memory_gib": 40}}},
         {"train": {"sequence_lenght": 5}},
         {"train": {"precision": "tf32"}},
-        {"train": {"report_to": "wandb"}},
+        {"train": {"report_to": "comet_ml"}},
         {"train": {"lora": {"r": 0}}},
         {"data": {"train": []}},
         {"parallel": {"zero_stage": 4}},

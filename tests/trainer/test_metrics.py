@@ -64,27 +64,11 @@ def test_a_full_disk_is_named() -> None:
     if not full.exists():
         pytest.skip("no /dev/full here")
     writer = MetricsWriter.__new__(MetricsWriter)
-    writer.path, writer._file, writer._board = full, full.open("a"), None
+    writer.path, writer._file = full, full.open("a")
     with pytest.raises(RunError) as caught:
         writer.write({"step": 1})
     assert caught.value.codes == ("DISK_FULL",)
     writer.close()
-
-
-def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    plan = _plan(tmp_path, report_to=["tensorboard"])
-    writer = MetricsWriter(plan, resumed_step=0)
-    for step in (1, 2, 3):
-        writer.write({"step": step, "loss": float(step), "mfu": None})
-    writer.close()
-    writer = MetricsWriter(plan, resumed_step=1)  # resumed from step 1: what came after is gone there too
-    writer.write({"step": 2, "loss": 20.0})
-    writer.close()
-    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert board.Tags()["scalars"] == ["train/loss"]
-    assert [(event.step, event.value) for event in board.Scalars("train/loss")] == [(1, 1.0), (2, 20.0)]
 
 
 def test_throughput_counts_between_readings(tmp_path: Path) -> None:

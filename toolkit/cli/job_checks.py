@@ -19,6 +19,7 @@ from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX, ChatT
 from toolkit.dataset_inspection.formats import Format
 from toolkit.dataset_inspection.inspect import DatasetFacts, peek
 from toolkit.errors import Problem, SpecError
+from toolkit.launch.packages import tracker_problems
 from toolkit.planning.plan import Plan
 from toolkit.planning.plan_warnings import plan_warnings
 from toolkit.planning.refusals import refusals
@@ -81,7 +82,7 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
     if readable and tokenizer is not None and (data is not None or job.model.tokenizer is not None):
         problems += _tokenizer_problems(tokenizer, facts, job, None if data is None else data.format)
     kept = tuple(dict.fromkeys(problems))
-    untrainable = () if model is None else tuple(training_problems(job, model))
+    untrainable = () if model is None else (*training_problems(job, model), *tracker_problems(job.train.report_to))
     return Verdict(
         job=job,
         plan=None if kept else plan,

@@ -25,6 +25,8 @@ MAX_PATH_BYTES = 4095
 # Other values of TrainingArguments.optim that mean one of ours: the same update with the same state.
 _OPTIMIZERS = {"adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"}
 
+_REPORTERS = ("tensorboard", "wandb", "mlflow", "trackio", "clearml")
+
 # TRL's padding_free: documents of a row do not attend to each other, positions restart at each.
 _PACKINGS = {"padding_free": "separated"}
 
@@ -120,11 +122,13 @@ def reporters(value: Any) -> Any:
     given = [value] if isinstance(value, str) else value
     if given == ["none"]:
         return ()
-    if isinstance(given, list | tuple) and any(name != "tensorboard" for name in given):
+    if isinstance(given, list | tuple) and any(name not in _REPORTERS for name in given):
         raise ValueError(
-            "give tensorboard or none: no other reporter is supported, but output_dir/metrics.jsonl has every logged "
-            "step as JSON for other tools"
+            f"give {', '.join(_REPORTERS)} or none: no other reporter is supported, but output_dir/metrics.jsonl has every "
+            "logged step as JSON for other tools"
         )
+    if isinstance(given, list | tuple) and len(set(given)) < len(given):
+        raise ValueError("name each reporter once")
     return given
 
 

@@ -58,9 +58,9 @@ Packing = Literal["wrapped", "separated", "none"]
 AnyPacking = Literal[Packing, "padding_free"]  # `packing_named` reads the last
 DataFormat = Literal["auto", "text", "prompt_completion", "messages"]
 LossOn = Literal["all", "completion", "assistant"]
-Reporter = Literal["tensorboard"]
+Reporter = Literal["tensorboard", "wandb", "mlflow", "trackio", "clearml"]
 # As in TrainingArguments; `reporters` reads it.
-Reporters = Literal["tensorboard", "none"] | tuple[Literal["tensorboard", "none"], ...]
+Reporters = Literal[Reporter, "none"] | tuple[Literal[Reporter, "none"], ...]
 Offload = Literal[
     "none",
     "optimizer-cpu",
@@ -265,7 +265,9 @@ class Train(Section):
     logging_steps: Count = 1
     """Optimizer steps between lines of metrics.jsonl."""
     report_to: Annotated[tuple[Reporter, ...], BeforeValidator(reporters, json_schema_input_type=Reporters)] = ()
-    """`tensorboard`, beside metrics.jsonl in output_dir, which any other tool can read; or `none`."""
+    """Trackers, through Accelerate, beside metrics.jsonl in output_dir, which any other tool can read: `tensorboard`,
+    `wandb`, `mlflow`, `trackio`, `clearml`; or `none`.
+    """
     callbacks: tuple[UserCode, ...] = ()
     """Classes of yours as `module:Class`, made once on every rank; their methods `on_step_end(run, loss)`,
     `on_evaluation(run, loss)`, `on_save(run, folder)` and `on_end(run)` are called, those that they have.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 from packaging.version import Version
 
@@ -90,7 +91,21 @@ def package_problems(plan: Plan) -> Iterator[Problem]:
             yield package.problem("it is not installed")
         elif Version(found) < Version(package.least):
             yield package.problem(f"{found} is installed, and {package.least} or newer is needed")
+    yield from tracker_problems(plan.job.train.report_to)
     yield from software_problems(plan)
+
+
+def tracker_problems(report_to: Iterable[str]) -> Iterator[Problem]:
+    """Yield the trackers of `train.report_to` whose package is not installed; mlflow-skinny has mlflow's module."""
+    for name in report_to:
+        if find_spec(name) is None:
+            yield Problem(
+                code="REPORT_PACKAGE",
+                key="train.report_to",
+                message=f"report_to={name} needs the package {name}: it is not installed",
+                fix=f"Install it with `pip install {name}`, or remove it from train.report_to",
+                source="accelerate tracking.py",
+            )
 
 
 def _needed(plan: Plan) -> Iterator[Package]:

@@ -20,6 +20,7 @@ from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, PlanError, raise_all
 from toolkit.launch.builds import check_builds
 from toolkit.launch.extensions import Machine
+from toolkit.launch.packages import tracker_problems
 from toolkit.planning.plan import Plan
 from toolkit.planning.trainable import data_section_problems
 from toolkit.trainer.callbacks import attach_callbacks, make_callbacks
@@ -63,6 +64,7 @@ def train(
     """
     raise_all(PlanError, data_section_problems(plan.job))
     check_builds(plan)  # before the data are read, which may take long
+    raise_all(PlanError, tracker_problems(plan.job.train.report_to))
     callbacks = make_callbacks(plan)
 
     def join(run: Run) -> None:

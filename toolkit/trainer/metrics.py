@@ -1,4 +1,4 @@
-"""Metrics: one JSON object per line in metrics.jsonl; TensorBoard on request.
+"""Metrics: one JSON object per line in metrics.jsonl.
 
 A line of training holds numbers of its step (`step`, `epoch`, `grad_norm`, `learning_rate`) and means over the steps
 since the line before, or since the checkpoint that the run resumed from (`loss`, `tokens_per_second`, `step_seconds`,
@@ -28,7 +28,7 @@ class MetricsWriter:
     """Writer of `output_dir/metrics.jsonl`, on rank 0 only.
 
     Args:
-        plan: Resolved plan, with the folder and whether to write TensorBoard files.
+        plan: Resolved plan, with the folder.
         resumed_step: Step of the checkpoint; lines of later steps are dropped.
     """
 
@@ -37,14 +37,9 @@ class MetricsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _drop_after(self.path, resumed_step)
         self._file = self.path.open("a", encoding="utf-8")
-        self._board: Any = None
-        if "tensorboard" in plan.job.train.report_to:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(plan.output_dir / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one record, which has a `step`, and pass its numbers to TensorBoard.
+        """Write one record, which has a `step`.
 
         Non-finite numbers (the norm of a step that fp16 skips) are written as null, as JSON has no such numbers.
 
@@ -55,10 +50,6 @@ class MetricsWriter:
         with disk_errors(self.path):
             self._file.write(json.dumps(finite, allow_nan=False) + "\n")
             self._file.flush()
-        if self._board is not None:
-            for name, value in record.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._board.add_scalar(f"train/{name}", value, record["step"])
 
     def close(self) -> None:
         """Force everything to disk, ignoring disk errors: what ended the run matters more."""
@@ -66,8 +57,6 @@ class MetricsWriter:
             with contextlib.suppress(OSError):
                 os.fsync(self._file.fileno())
                 self._file.close()
-        if self._board is not None:
-            self._board.close()
 
 
 class Meter:

@@ -23,6 +23,7 @@ from toolkit.trainer.checks import check_stop_after
 from toolkit.trainer.memory_check import compare_memory
 from toolkit.trainer.metrics import Meter, MetricsWriter
 from toolkit.trainer.progress import Reporter
+from toolkit.trainer.trackers import Trackers
 from toolkit.units import format_seconds
 
 
@@ -73,6 +74,7 @@ class Session:
         self.batches = run.loader(data.train)
         self.meter = Meter(self.plan, run.memory)
         self.metrics: MetricsWriter | None = None
+        self.trackers: Trackers | None = None
         self.last_loss: float | None = None
         self.window = torch.zeros((), dtype=torch.float64, device=run.world.device)
 
@@ -89,6 +91,7 @@ class Session:
         if run.world.is_main:  # drops an earlier session's later steps, so only after the check
             remove_leftovers(self.plan.output_dir)
             self.metrics = MetricsWriter(self.plan, resumed_step=run.step_count)
+            self.trackers = Trackers(self.plan, run.state, resumed_step=run.step_count, say=self.reporter.say)
         self.reporter.start(done=run.step_count, total=self.num_steps)
         started_at = logged_at = run.step_count
         try:
@@ -116,6 +119,8 @@ class Session:
         finally:
             if self.metrics is not None:
                 self.metrics.close()
+            if self.trackers is not None:
+                self.trackers.close()
         return self.result(self.plan.output_dir / checkpoint_name(run.step_count))
 
     def result(self, checkpoint: Path) -> TrainResult:
@@ -141,10 +146,16 @@ class Session:
             "learning_rate": run.last_learning_rate,
             **numbers,
         }
+        self._write(record)
+        self.reporter.update(record)
+        self._check(loss)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """Write a record, on rank 0."""
         if self.metrics is not None:
             self.metrics.write(record)
-            self.reporter.update(record)
-        self._check(loss)
+        if self.trackers is not None:
+            self.trackers.log(record)
 
     def _check(self, loss: torch.Tensor) -> None:
         """End the run before weights that are NaN or infinite are saved over valid ones."""
@@ -166,8 +177,7 @@ class Session:
         if self.run.should_stop:
             return  # the mean would be of a part of the batches
         seconds = time.perf_counter() - began
-        if self.metrics is not None:
-            self.metrics.write({"step": self.run.step_count, "eval_loss": loss, "eval_seconds": seconds})
+        self._write({"step": self.run.step_count, "eval_loss": loss, "eval_seconds": seconds})
         self.reporter.say(f"step {self.run.step_count}: validation loss {loss:.4f} ({format_seconds(seconds)})")
         self.meter.skip()
 
@@ -183,7 +193,7 @@ class Session:
         compared = compare_memory(self.run)
         if compared is None or self.metrics is None:
             return
-        self.metrics.write({"step": self.run.step_count, "memory": compared.to_dict()})
+        self._write({"step": self.run.step_count, "memory": compared.to_dict()})
         for line in compared.lines():
             self.reporter.say(line)
 
