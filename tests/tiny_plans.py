@@ -27,6 +27,7 @@ def tiny_plan(
     parallel: dict[str, Any] | None = None,
     deepspeed: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
     gpu: str = "cpu",
 ) -> Plan:
     """Resolves a job on a tiny model with random weights: two layers, fp32, ten steps at a constant rate."""
@@ -49,6 +50,7 @@ def tiny_plan(
             "train": {name: value for name, value in values.items() if value is not None},
             "parallel": {"zero_stage": 2, **(parallel or {})},
             "deepspeed": deepspeed or {},
+            "data": data,
         }
         return resolve(Job.model_validate(job))
 

@@ -54,6 +54,16 @@ def test_files_that_moved_are_the_same(files: Path) -> None:
     ], "earlier versions recorded no content"
 
 
+def test_sources_are_known_by_the_content_of_their_files(files: Path) -> None:
+    both = [{"path": str(files / name)} for name in ("a.jsonl", "b.jsonl")]
+    then = _job(sources=both)
+    recorded = identify(then)
+    assert _problems(_job(sources=both), then, recorded) == []
+    assert _problems(_job(sources=both[::-1]), then, recorded) == [("CHECKPOINT_DATA", "data.sources")]
+    (files / "b.jsonl").write_text('{"text": "another"}')
+    assert _problems(then, then, recorded) == [("CHECKPOINT_DATA", "data.sources")]
+
+
 def test_a_chat_template_is_known_by_content_or_by_its_name(files: Path) -> None:
     path = files / "chat.jinja"
     path.write_text("{{ messages }}")

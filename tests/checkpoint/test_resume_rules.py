@@ -110,6 +110,10 @@ TOLD: dict[str, Pair] = {
     "deepspeed.wall_clock_breakdown": ({}, {"deepspeed": {"wall_clock_breakdown": True}}),
 }
 REFUSED: dict[str, Pair] = {
+    "data.sources": (
+        {"data": {"sources": [{"path": "a.jsonl"}]}},
+        {"data": {"sources": [{"path": "a.jsonl", "weight": 2.0, "max_rows": 3}]}},
+    ),
     "cluster.gpus_per_node": ({}, {"ranks": 1, "train": {"gradient_accumulation_steps": 4}}),
     "parallel.zero_stage": ({}, {"parallel": {"zero_stage": 1}}),
     "parallel.strategy": (_torch("ddp"), _torch("fsdp2")),

@@ -15,6 +15,7 @@ import pytest
 from local_hub import LocalHub, served
 
 from toolkit.config.job import Data
+from toolkit.data.prepare import prepare
 from toolkit.data.sources import load_documents
 from toolkit.dataset_inspection.inspect import peek
 
@@ -63,7 +64,7 @@ found = []
 for revision in json.loads(sys.argv[1]):
     data = Data(train="org/set", revision=revision)
     try:
-        train = load_documents(data, check_data(data), seed=0, cache_dir=Path(sys.argv[2])).train
+        train = load_documents(data, check_data(data), seed=0, cache_dir=Path(sys.argv[2])).train.documents
         found.append(train["text"][:])
     except ToolkitError as error:
         found.append([*error.codes, str(error)])
@@ -116,4 +117,79 @@ def test_the_format_that_a_set_was_saved_with_hides_nothing(tmp_path: Path, form
     facts, problems = peek(data)
     assert not problems
     loaded = load_documents(data, facts, seed=0, cache_dir=tmp_path / "cache", template=None)
-    assert loaded.train[:] == {"messages": [said[0]["messages"]]}
+    assert loaded.train.documents[:] == {"messages": [said[0]["messages"]]}
+
+
+@pytest.fixture
+def several(tmp_path: Path, write: Any) -> list[dict[str, Any]]:
+    """Texts, pairs under other names, and messages."""
+    write([{"body": f"text {number}", "text": "not this"} for number in range(6)], "texts.jsonl")
+    write([{"question": f"ask {number}", "answer": f" say {number}"} for number in range(4)], "pairs.jsonl")
+    said = [[{"role": "user", "content": f"hi {n}"}, {"role": "assistant", "content": f"yo {n}"}] for n in range(3)]
+    write([{"messages": messages} for messages in said], "chats.jsonl")
+    return [
+        {"path": "texts.jsonl", "columns": {"text": "body"}, "weight": 0.5, "max_rows": 4},
+        {"path": "pairs.jsonl", "columns": {"prompt": "question", "completion": "answer"}, "loss_on": "completion"},
+        {"path": "chats.jsonl", "weight": 2.0, "loss_on": "assistant"},
+    ]
+
+
+def test_sources_of_other_formats_weights_and_columns_make_one_epoch(
+    tmp_path: Path, tokenizer: Any, several: list[dict[str, Any]]
+) -> None:
+    def prepared(seed: int = 0, **options: Any) -> Any:
+        data = Data(sources=several, chat_template="chatml", packing="none", **options)
+        return prepare(
+            data, tokenizer=tokenizer, sequence_length=64, seed=seed, cache_dir=tmp_path / "c", base=tmp_path
+        )
+
+    def texts(dataset: Any) -> list[tuple[str, str]]:
+        rows = [dataset[index] for index in range(len(dataset))]
+        return [
+            (tokenizer.decode(row["input_ids"]), tokenizer.decode(row["labels"][row["labels"] >= 0])) for row in rows
+        ]
+
+    found = prepared()
+    assert found.format == "mixed"
+    assert [(share.records, share.documents) for share in found.sources] == [(4, 2), (4, 4), (3, 6)]
+    rows = texts(found.train)
+    assert len(rows) == 12
+    assert len(set(rows[:2])) == 2
+    assert {text for text, _ in rows[:2]} < {f"text {number}<eos>" for number in range(4)}
+    assert rows[2:6] == [(f"ask {number} say {number}<eos>", f" say {number}<eos>") for number in range(4)]
+    assert rows[6:9] == rows[9:]
+    assert rows[6][1] == "yo 0<|im_end|><eos>"
+    assert texts(prepared().train) == rows
+    assert any(texts(prepared(seed=seed).train)[:2] != rows[:2] for seed in (1, 2, 3))
+
+    held = prepared(validation_fraction=0.3)
+    kept_out, trained = (set(texts(part)) for part in (held.eval, held.train))
+    assert kept_out
+    assert not kept_out & trained
+
+
+def test_one_source_is_the_same_as_train(tmp_path: Path, tokenizer: Any, write: Any, texts: list[str]) -> None:
+    write([{"text": text} for text in texts])
+    options = {"tokenizer": tokenizer, "sequence_length": 64, "seed": 0, "cache_dir": tmp_path / "c", "base": tmp_path}
+    one, other = (
+        prepare(data, **options).train for data in (Data(train="train.jsonl"), Data(sources=[{"path": "train.jsonl"}]))
+    )
+    assert all((one[row]["input_ids"] == other[row]["input_ids"]).all() for row in range(len(one)))
+    assert len(list((tmp_path / "c").glob("tokens-*"))) == 1, "the token files of the first are those of the second"
+
+
+def test_mistakes_in_a_source_name_its_key(tmp_path: Path, several: list[dict[str, Any]]) -> None:
+    def codes(source: dict[str, Any], **data: Any) -> list[tuple[str, str]]:
+        found = peek(Data(sources=[{"path": "pairs.jsonl", **several[1]}, source], **data), base=tmp_path)[1]
+        return [(problem.code, problem.key) for problem in found]
+
+    assert codes(several[0]) == []
+    assert codes({"path": "texts.jsonl", "columns": {"text": "bod"}}) == [("DATA_COLUMNS", "data.sources[1].columns")]
+    twice = {"path": "texts.jsonl", "columns": {"text": "body", "prompt": "body"}}
+    assert codes(twice) == [("DATA_COLUMNS", "data.sources[1].columns")]
+    assert codes({**several[0], "format": "messages"}) == [("DATA_FORMAT", "data.sources[1].format")]
+    assert codes({**several[0], "loss_on": "assistant"}) == [("DATA_LOSS_ON", "data.sources[1].loss_on")]
+    assert codes({**several[0], "split": "test"}) == [("DATA_SPLIT", "data.sources[1].split")]
+    assert codes({**several[0], "revision": "v1"}) == [("DATA_REVISION", "data.sources[1].revision")]
+    assert codes(several[0], format="text") == [("DATA_SOURCES", "data.format")]
+    assert codes(several[0], chat_template="chatml") == [("DATA_CHAT_TEMPLATE_UNUSED", "data.chat_template")]

@@ -43,21 +43,21 @@ def tokenizer(place: Path) -> PreTrainedTokenizerFast:
 
 
 def _documents(loaded: Documents) -> list[Any]:
-    rows = loaded.train.to_list()
-    if CONVERSATION in loaded.train.column_names:
+    rows = loaded.train.documents.to_list()
+    if CONVERSATION in loaded.train.documents.column_names:
         rows = [json.loads(row[CONVERSATION]) for row in rows]
-    if loaded.format == "text":
+    if loaded.formats == ("text",):
         return [row["text"] for row in rows]
-    if loaded.format == "prompt_completion":
+    if loaded.formats == ("prompt_completion",):
         return [(row["prompt"], row["completion"]) for row in rows]
     return [[{"role": turn["role"], "content": turn.get("content")} for turn in row["messages"]] for row in rows]
 
 
 def _tokenised(loaded: Documents, tokenizer: Any) -> dict[str, list[list[int]]]:
     """As `datasets` does it: with what Arrow makes of a record."""
-    tokeniser = Tokeniser(tokenizer=tokenizer, format=loaded.format, loss_on="all")
-    batch = loaded.train[:]
-    return tokeniser(batch, list(range(len(loaded.train))))
+    tokeniser = Tokeniser(tokenizer=tokenizer, format=loaded.formats[0], loss_on="all")
+    batch = loaded.train.documents[:]
+    return tokeniser(batch, list(range(len(loaded.train.documents))))
 
 
 def _data_case(case: Case, root: Path, tokenizer: Any) -> None:

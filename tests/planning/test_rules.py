@@ -22,6 +22,9 @@ def zero_keys(**keys):
 
 # (code, key, what the message must hold, the smallest job that breaks the rule)
 BROKEN = [
+    ("DATA_SOURCES", "data", "no training data", {"data": {"eval": "a.jsonl"}}),
+    ("DATA_SOURCES", "data.train", "beside data.sources", {"data": {"train": "a.jsonl", "sources": [{"path": "b.jsonl"}]}}),
+    ("DATA_SOURCES", "data.max_samples", "its own max_rows", {"data": {"max_samples": 3, "sources": [{"path": "b.jsonl"}]}}),
     ("PIPELINE_UNUSED", "parallel.virtual_stages", "pipeline=1", {"parallel": {"virtual_stages": 2}}),
     ("PIPELINE_UNUSED", "parallel.partition", "partition=[2, 2]", {"parallel": {"partition": [2, 2]}}),
     ("PARTITION_STAGES", "parallel.pipeline", "num_hidden_layers=16", {"model": "llama-3.2-1b", "ranks": 17, "parallel": {"pipeline": 17}}),
@@ -235,6 +238,7 @@ def test_every_code_of_the_package_is_triggered_by_a_test():
         "CHECKPOINTING_LAYERS",
     }
     asked = {"PARTITION_STAGES", "PARTITION_LAYERS", "SCHEDULE_VIRTUAL_STAGES"}  # of toolkit.pipeline_schedule
+    asked |= {"DATA_SOURCES"}  # of toolkit.dataset_inspection
     assert codes_in_source() | asked == {row[0] for row in BROKEN} | set(ELSEWHERE) | alone
     for code, files in ELSEWHERE.items():
         for name in files.split(", "):

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from toolkit.config.job import Job
 from toolkit.errors import Problem
 
-_OF_DATA = frozenset({"data.train", "data.eval", "data.chat_template"})
+_OF_DATA = frozenset({"data.train", "data.sources", "data.eval", "data.chat_template"})
 _TOKENIZER = "tokenizer"  # its files one by one; version 0.1.0 recorded one digest of those of `model.tokenizer` alone
 _NAMED_TOKENIZER = "model.tokenizer"
 _TOKENIZER_FILES = (
@@ -162,6 +162,8 @@ def _changed_files(before: Sequence[Source], after: Sequence[Source], *, partial
 def _names(job: Job) -> dict[str, tuple[str, ...]]:
     """Return the sources that a job's data section names, by key."""
     named = {} if job.data is None else {key: getattr(job.data, key.removeprefix("data.")) for key in sorted(_OF_DATA)}
+    if job.data is not None and job.data.sources is not None:
+        named["data.sources"] = tuple(source.path for source in job.data.sources)
     return {key: (value,) if isinstance(value, str) else value for key, value in named.items() if value is not None}
 
 

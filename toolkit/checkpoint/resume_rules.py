@@ -58,6 +58,12 @@ def _lora(name: str) -> Callable[[Plan], Any]:
     return lambda plan: getattr(plan.job.train.adapters, name)
 
 
+def _of_sources(plan: Plan) -> Any:
+    """Return all of a plan's sources but their paths, which are compared by content."""
+    sources = () if plan.job.data is None else plan.job.data.sources or ()
+    return [source.model_dump(exclude={"path"}, exclude_defaults=True) for source in sources]
+
+
 def _optimizer_is(*names: str) -> Both:
     return lambda now, then: now.job.train.optimizer == then.job.train.optimizer and now.job.train.optimizer in names
 
@@ -201,6 +207,7 @@ RULES: dict[str, Rule] = {
     "train.sequence_length": _ORDER,
     "train.seed": _ORDER,
     **_each(_DATA, "data", "name revision split validation_fraction format packing loss_on max_samples"),
+    "data.sources": replace(_DATA, value=_of_sources),
     **_each(_CONTENT, "data", "train eval chat_template"),
     "data.eval_split": _TOLD,
     # The model that is trained; with adapters the base weights come from the job's model, not from the checkpoint.

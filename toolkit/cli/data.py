@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.cli.options import JobArgument, JsonOption, SetOption, read_plan
-from toolkit.cli.output import print_fields, print_json, warn
+from toolkit.cli.output import new_table, print_fields, print_json, print_table, warn
 
 _OPEN, _CLOSE = "{+", "+}"  # as in `git diff --word-diff`
 
@@ -31,7 +31,7 @@ def data(
 
     Example: `toolkit data job.yaml --rows 5 --set data.packing=separated`
 
-    JSON keys: format, warnings, train and eval (null without validation data), each with documents, sequences, tokens,
+    JSON keys: format, warnings, sources (name, records, documents of an epoch), train and eval (null without validation data), each with documents, sequences, tokens,
     target_tokens, truncated, dropped_tokens, dropped_documents, dropped_sequences, padding_fraction, packing,
     sequence_length, document_tokens (median, p95, max, total); rows (row, tokens, learned, padding, text: pairs of text
     and whether it is learned).
@@ -48,6 +48,11 @@ def data(
         print_json(found)
         return
     warn(found["warnings"])
+    if len(found["sources"]) > 1:
+        table = new_table(("source", "records", "documents of an epoch"), right=("records", "documents of an epoch"))
+        for share in found["sources"]:
+            table.add_row(share["name"], f"{share['records']:,}", f"{share['documents']:,}")
+        print_table(table)
     for part in ("train", "eval"):
         if found[part] is not None:
             print(f"{part}: {found['format']}, packing {found[part]['packing']}")

@@ -80,7 +80,8 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
     problems += output_problems(job.train.output_dir)
     problems += user_code_problems(job)
     if readable and tokenizer is not None and (data is not None or job.model.tokenizer is not None):
-        problems += _tokenizer_problems(tokenizer, facts, job, None if data is None else data.format)
+        for format_ in data.formats if data is not None and data.formats else (None,):
+            problems += _tokenizer_problems(tokenizer, facts, job, format_)
     kept = tuple(dict.fromkeys(problems))
     untrainable = () if model is None else (*training_problems(job, model), *tracker_problems(job.train.report_to))
     return Verdict(

@@ -57,6 +57,7 @@ PartitionWay = Literal["auto", "parameters", "uniform"]
 Packing = Literal["wrapped", "separated", "none"]
 AnyPacking = Literal[Packing, "padding_free"]  # `packing_named` reads the last
 DataFormat = Literal["auto", "text", "prompt_completion", "messages"]
+Part = Literal["train", "eval"]  # of the data
 LossOn = Literal["all", "completion", "assistant"]
 Reporter = Literal["tensorboard", "wandb", "mlflow", "trackio", "clearml"]
 # As in TrainingArguments; `reporters` reads it.
@@ -290,11 +291,36 @@ class Train(Section):
         return self.fp8 or Fp8()
 
 
+class DataSource(Section):
+    """One of several sources of training data."""
+
+    path: Name
+    """A file, a folder saved by `datasets`, or a hub id, as `data.train` takes it."""
+    name: Word | None = None
+    """Configuration of this hub data set."""
+    revision: Word | None = None
+    """Branch, tag or commit of this hub data set."""
+    split: Word | None = None
+    """Split of a hub data set or of a saved folder; `train` when left out."""
+    format: DataFormat = "auto"
+    """Format of its documents, as `data.format` takes it."""
+    columns: dict[Word, Word] = Field(default_factory=dict)
+    """Columns by other names: ours, then the source's, such as `{prompt: question, completion: answer}`."""
+    loss_on: LossOn | None = None
+    """Tokens of its documents that count in the loss; those of `data.loss_on` when left out."""
+    weight: Annotated[PositiveNumber, Field(le=1000)] = 1.0
+    """How often an epoch has each of its documents: 2 twice, 0.5 half of them, drawn by `train.seed`."""
+    max_rows: Count | None = None
+    """Largest number of its documents to use, from the start of the file."""
+
+
 class Data(Section):
     """What to train on."""
 
-    train: Name | Annotated[tuple[Name, ...], Field(min_length=1)]
+    train: Name | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
     """Training data: local .jsonl, .json, .txt, .csv or .parquet files, a folder saved by `datasets`, or a hub id."""
+    sources: Annotated[tuple[DataSource, ...], Field(min_length=1)] | None = None
+    """Several sources of training data in place of `train`, each with its own format, split, columns, weight and cap."""
     eval: Name | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
     """Validation data, as `train` takes it."""
     name: Word | None = None
@@ -321,6 +347,24 @@ class Data(Section):
     """Tokens that count in the loss: `all`, `completion` (of prompt_completion), `assistant` (of messages)."""
     max_samples: Count | None = None
     """Largest number of documents of `train` to use."""
+
+    def sources_of(self, part: Part) -> tuple[tuple[str, DataSource], ...]:
+        """Return the sources of training or validation data, each after its key path."""
+        if part == "train" and self.sources is not None:
+            return tuple((f"data.sources[{at}]", source) for at, source in enumerate(self.sources))
+        names, split = (self.train, self.split) if part == "train" else (self.eval, self.eval_split or "validation")
+        listed = (names,) if isinstance(names, str) else names or ()
+        return tuple(
+            (
+                f"data.{part}" if isinstance(names, str) else f"data.{part}[{at}]",
+                DataSource(path=path, name=self.name, revision=self.revision, split=split, format=self.format),
+            )
+            for at, path in enumerate(listed)
+        )
+
+    def loss_of(self, source: DataSource) -> LossOn:
+        """Return which tokens of a source count in the loss."""
+        return source.loss_on or self.loss_on
 
 
 class Ddp(Section):

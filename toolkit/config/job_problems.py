@@ -97,6 +97,9 @@ def _key(location: tuple[int | str, ...]) -> str:
     for part in location:
         if part in (NAME_TAG, CARD_TAG):
             continue
+        if isinstance(part, int) and parts:  # an item of a list of sections
+            parts[-1] += f"[{part}]"
+            continue
         parts.append(str(part))
         section = section_below(section, str(part))
         if section is None:

@@ -183,6 +183,8 @@ def _numbers_from_strings(value: Any, annotation: Any) -> Any:
             key: _numbers_from_strings(item, fields[names[key]].annotation if key in names else None)
             for key, item in value.items()
         }
+    if isinstance(value, list | tuple) and section_of(annotation) is not None:
+        return [_numbers_from_strings(item, section_of(annotation)) for item in value]
     if isinstance(value, str) and wants_number(annotation) and _NUMBER.match(text := value.strip()):
         number = float(text)  # exact for every integer that a key allows
         return int(number) if number.is_integer() else number

@@ -57,8 +57,10 @@ def section_below(section: type[BaseModel] | None, name: str) -> type[BaseModel]
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class in a field's annotation; None if the field has a plain value."""
+    """Return the section class in a field's annotation, also of a list of sections; None if the field has a plain value."""
     for member in members_of(annotation):
+        if get_origin(member) is tuple:
+            member = get_args(member)[0]
         if isinstance(member, type) and issubclass(member, BaseModel):
             return member
     return None

@@ -67,6 +67,8 @@ class Section(BaseModel):
 def _copied(value: Any) -> Any:
     if isinstance(value, Section):
         return value.written()
+    if isinstance(value, tuple):
+        return tuple(_copied(item) for item in value)
     return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 

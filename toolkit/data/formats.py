@@ -16,6 +16,8 @@ from toolkit.errors import DataError, Problem
 
 # Column of conversations as JSON, used if several files have different keys.
 CONVERSATION = "conversation"
+# Column with the index of a document's source, where sources differ in format or in what of them is learned.
+SOURCE = "source"
 
 
 @runtime_checkable
@@ -47,6 +49,11 @@ class Tokeniser:
     format: Format
     loss_on: str
     origins: Origins | None = None
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What the tokens depend on besides tokenizer and documents."""
+        return (self.format, self.loss_on)
 
     def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[list[int]]]:
         """Tokenise a batch; `targets` has 1 for each token in the loss, else 0.
@@ -105,6 +112,38 @@ class Tokeniser:
 
     def _end(self, ids: list[int]) -> list[int]:
         return [*self._open(ids), self.tokenizer.eos_token_id]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedTokeniser:
+    """Turns a batch of records of several sources into tokens, each record by the tokeniser of its source.
+
+    Args:
+        parts: Tokeniser of each source, all with one tokenizer.
+    """
+
+    parts: tuple[Tokeniser, ...]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of all parts."""
+        return self.parts[0].tokenizer
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What the tokens depend on besides tokenizer and documents."""
+        return tuple(value for part in self.parts for value in part.identity)
+
+    def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[list[int]]]:
+        """Tokenise a batch in its order, as `Tokeniser` does."""
+        documents: dict[int, tuple[list[int], list[int]]] = {}
+        for number in sorted(set(batch[SOURCE])):
+            rows = [row for row, source in enumerate(batch[SOURCE]) if source == number]
+            records = {CONVERSATION: [batch[CONVERSATION][row] for row in rows]}
+            made = self.parts[number](records, [indices[row] for row in rows])
+            documents |= dict(zip(rows, zip(made["input_ids"], made["targets"], strict=True), strict=True))
+        pairs = [documents[row] for row in range(len(indices))]
+        return {"input_ids": [ids for ids, _ in pairs], "targets": [targets for _, targets in pairs]}
 
 
 def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: str) -> None:

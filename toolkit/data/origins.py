@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,15 @@ import numpy as np
 
 from toolkit.dataset_inspection.files import wide_cells
 from toolkit.dataset_inspection.inspect import SourceFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The share of a source: its records that are used, and the documents that an epoch has of them."""
+
+    name: str
+    records: int
+    documents: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +38,13 @@ class Origins:
     keys: tuple[str, ...]
     counts: tuple[int, ...]
     rows: np.ndarray | None = None
+
+    def shares(self) -> tuple[Share, ...]:
+        """Return the share of each source in these documents."""
+        bounds = np.cumsum([0, *self.counts])
+        taken = self.counts if self.rows is None else np.histogram(self.rows, bounds - 0.5)[0].tolist()
+        rows = zip(self.sources, self.counts, taken, strict=True)
+        return tuple(Share(name=source.name, records=count, documents=number) for source, count, number in rows)
 
     def of(self, index: int) -> tuple[str, str]:
         """Return the key path of a document's source, and its place in words.
@@ -53,13 +69,6 @@ def place_of(source: SourceFacts, index: int) -> str:
     """
     line = None if source.path is None else _line_of(source.path, source.kind, index)
     return f"{source.name}, record {index + 1}" if line is None else f"{source.name}, record at line {line}"
-
-
-def keys_of(key: str, names: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the key path of each source that `data.train` or `data.eval` names."""
-    if names is None or isinstance(names, str):
-        return (key,)
-    return tuple(f"{key}[{index}]" for index in range(len(names)))
 
 
 def _line_of(path: Path, kind: str, index: int) -> int | None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.arguments import NotNegative, Positive, checks_arguments
 from toolkit.config.job import Data
 from toolkit.data.chat_template import set_chat_template
 from toolkit.data.chats import chat_template
-from toolkit.data.formats import Tokeniser, TransformersTokenizer, check_tokenizer
+from toolkit.data.formats import MixedTokeniser, Tokeniser, TransformersTokenizer, check_tokenizer
+from toolkit.data.origins import Share
 from toolkit.data.packing import PackedDataset
-from toolkit.data.sources import load_documents, progress_bars
+from toolkit.data.sources import Part, load_documents, progress_bars
 from toolkit.data.store import TokenStore, tokenise
 from toolkit.dataset_inspection.chat_template import unused_chat_template
 from toolkit.dataset_inspection.formats import Format
@@ -27,13 +27,14 @@ from toolkit.planning.trainable import data_section_problems
 class PreparedData:
     """Sequences ready for the loaders; `train.report` and `eval.report` have the statistics of packing.
 
-    `warnings` names columns and message keys that nothing reads.
+    `warnings` names columns and message keys that nothing reads; `sources` has the share of each source in an epoch.
     """
 
     train: PackedDataset
     eval: PackedDataset | None
-    format: Format
+    format: Format | Literal["mixed"]
     warnings: tuple[str, ...] = ()
+    sources: tuple[Share, ...] = ()
 
 
 @checks_arguments
@@ -73,19 +74,21 @@ def prepare(
     cache_dir, base = Path(cache_dir), None if base is None else Path(base)
     facts = check_data(data, base=base)
     set_chat_template(tokenizer, data, base=base)
-    if facts.format is not None:
-        check_tokenizer(tokenizer, format_=facts.format, loss_on=data.loss_on)
+    for source in facts.train + facts.eval:
+        if source.format is not None:
+            check_tokenizer(tokenizer, format_=source.format, loss_on=source.loss_on)
     with progress_bars(progress):
         documents = load_documents(data, facts, seed=seed, cache_dir=cache_dir, template=chat_template(tokenizer))
-        format_ = documents.format
-        raise_all(DataError, unused_chat_template(data, format_))
-        check_tokenizer(tokenizer, format_=format_, loss_on=data.loss_on)
-        tokeniser = partial(Tokeniser, tokenizer=tokenizer, format=format_, loss_on=data.loss_on)
-        kept = partial(tokenise, cache_dir=cache_dir, num_proc=num_proc)
-        stores = {"data.train": kept(documents.train, tokeniser(origins=documents.train_origins))}
+        formats = documents.formats
+        if "messages" not in formats:
+            raise_all(DataError, unused_chat_template(data, formats[0]))
+        parts = {"data.train" if data.sources is None else "data.sources": documents.train}
         if documents.eval is not None:
-            part = "data.eval" if data.eval is not None else "data.validation_fraction"
-            stores[part] = kept(documents.eval, tokeniser(origins=documents.eval_origins))
+            parts["data.eval" if data.eval is not None else "data.validation_fraction"] = documents.eval
+        stores = {
+            name: tokenise(part.documents, _tokeniser(part, tokenizer), cache_dir=cache_dir, num_proc=num_proc)
+            for name, part in parts.items()
+        }
     pad_token_id = _padding(tokenizer, vocab_size)
     problems: list[Problem] = []
     packed: list[PackedDataset] = []
@@ -93,10 +96,24 @@ def prepare(
         dataset = PackedDataset(store, packing=data.packing, sequence_length=sequence_length, pad_token_id=pad_token_id)
         packed.append(dataset)
         problems += _vocabulary_problems(store, tokenizer, vocab_size, part=part)
-        problems += _size_problems(dataset, data, part=part, needed=train_batch_size if part == "data.train" else 1)
+        problems += _size_problems(dataset, data, part=part, needed=1 if packed[1:] else train_batch_size)
     raise_all(DataError, problems)
     held = packed[1] if len(packed) > 1 else None
-    return PreparedData(train=packed[0], eval=held, format=format_, warnings=documents.warnings)
+    return PreparedData(
+        train=packed[0],
+        eval=held,
+        format=formats[0] if len(formats) == 1 else "mixed",
+        warnings=documents.warnings,
+        sources=documents.train.origins.shares(),
+    )
+
+
+def _tokeniser(part: Part, tokenizer: Any) -> Tokeniser | MixedTokeniser:
+    """Return the tokeniser of documents, after a check that the tokenizer supports their formats."""
+    for kind in part.kinds:
+        check_tokenizer(tokenizer, format_=kind.format, loss_on=kind.loss_on)
+    each = tuple(Tokeniser(tokenizer=tokenizer, origins=part.origins, **kind._asdict()) for kind in part.kinds)
+    return each[0] if len(each) == 1 else MixedTokeniser(parts=each)
 
 
 def prepare_plan(plan: Plan, tokenizer: TransformersTokenizer, **options: Any) -> PreparedData:

@@ -21,12 +21,13 @@ def preview(data: PreparedData, tokenizer: Any, *, rows: int) -> dict[str, Any]:
         tokenizer: Tokenizer that made it, which decodes the rows.
         rows: Number of rows to decode.
     Returns:
-        As JSON: format, warnings, train and eval (figures, or null), and rows (row, tokens, learned, padding, and text: pairs
+        As JSON: format, warnings, sources (name, records, documents of an epoch), train and eval (figures, or null), and rows (row, tokens, learned, padding, and text: pairs
         of a text and whether its tokens are in the loss).
     """
     return {
         "format": data.format,
         "warnings": list(data.warnings),
+        "sources": [asdict(share) for share in data.sources],
         "train": _figures(data.train),
         "eval": None if data.eval is None else _figures(data.eval),
         "rows": [_row(data.train, index, tokenizer) for index in range(min(rows, len(data.train)))],

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
-from toolkit.config.job import Data
-from toolkit.data.formats import CONVERSATION
-from toolkit.data.origins import Origins, keys_of, place_of
+from toolkit.config.job import Data, DataSource
+from toolkit.config.job import Part as PartName
+from toolkit.data.formats import CONVERSATION, SOURCE
+from toolkit.data.origins import Origins, place_of
 from toolkit.dataset_inspection.chats import unread_key_warning
-from toolkit.dataset_inspection.columns import resolve_layout
+from toolkit.dataset_inspection.columns import renamed, resolve_layout
 from toolkit.dataset_inspection.files import PEEK_RECORDS, first_bad_json_line, wide_cells
-from toolkit.dataset_inspection.formats import Format
+from toolkit.dataset_inspection.formats import Format, setting_of
 from toolkit.dataset_inspection.inspect import DatasetFacts, SourceFacts, unread_warning
 from toolkit.dataset_inspection.layouts import ALPACA_CHAT, Layout, unread_columns
 from toolkit.errors import DataError, Problem
@@ -32,6 +35,8 @@ from toolkit.errors import DataError, Problem
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Increased when the conversion of a layout changes: cached files of earlier versions are then not used.
 _LAYOUT_VERSION = 2
+# Streams of the seed from which fractions of sources are drawn; those of epochs are smaller.
+_DRAWN = 2**32
 _BUILDERS = {"jsonl": "json", "json": "json", "txt": "text", "csv": "csv", "parquet": "parquet"}
 
 
@@ -47,67 +52,103 @@ def progress_bars(shown: bool) -> Iterator[None]:
         (datasets.disable_progress_bars if before else datasets.enable_progress_bars)()
 
 
+class Kind(NamedTuple):
+    """How the documents of a source are tokenised."""
+
+    format: Format
+    loss_on: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The documents of training or validation.
+
+    Args:
+        documents: A `Dataset` in our own columns.
+        origins: Where they come from.
+        kinds: Their kind, or if sources differ in it the kind of each, which the column `SOURCE` chooses.
+    """
+
+    documents: Any
+    origins: Origins
+    kinds: tuple[Kind, ...]
+
+    def select(self, rows: np.ndarray) -> Part:
+        """Return the documents of these rows, which may be repeated."""
+        return replace(self, documents=self.documents.select(rows), origins=replace(self.origins, rows=rows))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """The documents of a job: a `Dataset` to train on, one to validate on, their origins, and warnings of what is not read."""
+    """The documents of a job to train on and to validate on, and warnings of what is not read."""
 
-    train: Any
-    eval: Any | None
-    train_origins: Origins
-    eval_origins: Origins | None
-    format: Format
+    train: Part
+    eval: Part | None
     warnings: tuple[str, ...]
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """Formats of the documents, each once."""
+        parts = (self.train,) if self.eval is None else (self.train, self.eval)
+        return tuple(dict.fromkeys(kind.format for part in parts for kind in part.kinds))
 
 
 def load_documents(
     data: Data, facts: DatasetFacts, *, seed: int, cache_dir: Path, template: str | None = None
 ) -> Documents:
-    """Load the training and validation documents, in file order.
+    """Load the training and validation documents, source by source and in file order.
 
-    Each line of a .txt file is one document; blank lines are dropped in tokenisation.
+    Each line of a .txt file is one document; blank lines are dropped in tokenisation. What is held out for validation is
+    drawn before documents are repeated by the weight of their source, so that no copy of it is trained on.
 
     Args:
         data: The job's data section.
         facts: Result of `check_data`.
-        seed: Seed of the documents that `validation_fraction` holds out.
+        seed: Seed of the documents that `validation_fraction` holds out, and of those of a weight's fraction.
         cache_dir: Folder in which `datasets` stores the Arrow files.
         template: Text of the chat template; message keys that it mentions are read.
     Returns:
-        Both data sets, in one format and in our own columns.
+        Both data sets, in our own columns.
     Raises:
         DataError: DATA_HUB, DATA_REVISION, DATA_READ, DATA_JSON, DATA_COLUMNS, DATA_FORMAT, DATA_MIXED, DATA_TOO_SMALL.
     """
     warnings: list[str] = []
     load = partial(_load_part, data=data, cache_dir=cache_dir, template=template, warnings=warnings)
-    train, format_, origins = load(facts.train, part="train", split=data.split)
+    train = load(facts.train, part="train")
     if data.max_samples is not None:
-        train = train.select(range(min(data.max_samples, len(train))))
-    if facts.eval:
-        held, eval_format, eval_origins = load(facts.eval, part="eval", split=data.eval_split or "validation")
-        if eval_format != format_:
-            message = f"data.train is {format_}, but data.eval is {eval_format}"
-            raise DataError.of(code="DATA_MIXED", key="data.eval", message=message, fix="Give both the same columns")
-        return Documents(
-            train=train,
-            eval=held,
-            train_origins=origins,
-            eval_origins=eval_origins,
-            format=format_,
-            warnings=tuple(warnings),
-        )
-    held, held_origins = None, None
-    if data.validation_fraction is not None:
-        held_rows, train_rows = split_rows(len(train), data.validation_fraction, seed=seed)
-        train, held = train.select(train_rows), train.select(held_rows)
-        origins, held_origins = replace(origins, rows=train_rows), replace(origins, rows=held_rows)
-    return Documents(
-        train=train,
-        eval=held,
-        train_origins=origins,
-        eval_origins=held_origins,
-        format=format_,
-        warnings=tuple(warnings),
-    )
+        train = train.select(np.arange(min(data.max_samples, len(train.documents))))
+    held = load(facts.eval, part="eval") if facts.eval else None
+    if held is not None and data.sources is None and held.kinds[0].format != train.kinds[0].format:
+        message = f"data.train is {train.kinds[0].format}, but data.eval is {held.kinds[0].format}"
+        raise DataError.of(code="DATA_MIXED", key="data.eval", message=message, fix="Give both the same columns")
+    rows = None
+    if held is None and data.validation_fraction is not None:
+        held_rows, rows = split_rows(len(train.documents), data.validation_fraction, seed=seed)
+        held = train.select(held_rows)
+    weights = [source.weight for _, source in data.sources_of("train")]
+    if any(weight != 1 for weight in weights):
+        rows = np.arange(len(train.documents)) if rows is None else rows
+        rows = weighted_rows(rows, train.origins, weights, seed=seed)
+    return Documents(train=train if rows is None else train.select(rows), eval=held, warnings=tuple(warnings))
+
+
+def weighted_rows(rows: np.ndarray, origins: Origins, weights: Sequence[float], *, seed: int) -> np.ndarray:
+    """Return the rows of one epoch: those of each source as often as its weight says, in file order.
+
+    Args:
+        rows: Rows to train on, in order.
+        origins: Sources of all rows.
+        weights: Weight of each source; of its fraction as many rows are drawn, rounded up.
+        seed: Seed of what is drawn.
+    """
+    chosen: list[np.ndarray] = []
+    bounds = np.cumsum([0, *origins.counts])
+    for number, weight in enumerate(weights):
+        mine = rows[(rows >= bounds[number]) & (rows < bounds[number + 1])]
+        whole, rest = divmod(Fraction(str(weight)), 1)
+        drawn = shuffled(len(mine), seed=seed, stream=_DRAWN + number)[: math.ceil(rest * len(mine))]
+        chosen += [*[mine] * whole, mine[np.sort(drawn)]]
+    return np.concatenate(chosen)
 
 
 def split_rows(num_rows: int, fraction: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -141,37 +182,43 @@ def _load_part(
     sources: tuple[SourceFacts, ...],
     *,
     data: Data,
-    part: str,
-    split: str,
+    part: PartName,
     cache_dir: Path,
     template: str | None,
     warnings: list[str],
-) -> tuple[Any, Format, Origins]:
-    loaded, formats, counts = [], {}, []
-    keys = keys_of(f"data.{part}", data.train if part == "train" else data.eval)
-    for source, key in zip(sources, keys, strict=True):
-        documents = _load_source(source, data, key=f"data.{part}", split=split, cache_dir=cache_dir)
-        layout = resolve_layout(documents.column_names, data.format, key=f"data.{part}", name=source.name)
+) -> Part:
+    loaded, kinds, counts, keys = [], [], [], []
+    for facts, (key, source) in zip(sources, data.sources_of(part), strict=True):
+        documents = _load_source(facts, source, key=key, cache_dir=cache_dir)
+        names = renamed(documents.column_names, source.columns, key=key, name=facts.name)
+        if isinstance(names, Problem):
+            raise DataError(names)
+        if source.columns:
+            documents = documents.select_columns(list(names)).rename_columns(names)
+        if source.max_rows is not None:
+            documents = documents.select(range(min(source.max_rows, len(documents))))
+        layout = resolve_layout(documents.column_names, source.format, key=key, name=facts.name)
         if isinstance(layout, Problem):
             raise DataError(layout)
-        formats[source.name] = layout.format
+        kinds.append(Kind(layout.format, data.loss_of(source)))
         if unread := _unread(documents, layout):
-            warnings.append(unread_warning(source.name, unread))
-        warnings += _unread_keys(documents, layout, source.name, template)
+            warnings.append(unread_warning(facts.name, unread))
+        warnings += _unread_keys(documents, layout, facts.name, template)
         counts.append(len(documents))
-        loaded.append(_in_own_columns(documents, layout, source, key=key, cache_dir=cache_dir))
-    if len(set(formats.values())) > 1:
-        listed = ", ".join(f"{name} is {format_}" for name, format_ in formats.items())
+        keys.append(key)
+        loaded.append(_in_own_columns(documents, layout, facts, key=key, cache_dir=cache_dir))
+    if data.sources is None and len({kind.format for kind in kinds}) > 1:
+        listed = ", ".join(f"{facts.name} is {kind.format}" for facts, kind in zip(sources, kinds, strict=True))
         message = f"data.{part} has several formats: {listed}"
-        fix = "Give all files of a job the same columns"
+        fix = "Give all files of a job the same columns, or name them in data.sources, each with its format"
         raise DataError.of(code="DATA_MIXED", key=f"data.{part}", message=message, fix=fix)
-    format_ = next(iter(formats.values()))
-    origins = Origins(sources=sources, keys=keys, counts=tuple(counts))
-    if len(loaded) == 1:
-        return loaded[0], format_, origins
-    if format_ == "messages":
-        loaded = [_as_text(documents, cache_dir=cache_dir) for documents in loaded]
-    return datasets.concatenate_datasets(loaded), format_, origins
+    origins = Origins(sources=sources, keys=tuple(keys), counts=tuple(counts))
+    differ = len(set(kinds)) > 1
+    if len(loaded) > 1 and (differ or kinds[0].format == "messages"):
+        numbers = range(len(loaded)) if differ else [None] * len(loaded)
+        loaded = [_as_text(each, number, cache_dir=cache_dir) for each, number in zip(loaded, numbers, strict=True)]
+    joined = loaded[0] if len(loaded) == 1 else datasets.concatenate_datasets(loaded)
+    return Part(documents=joined, origins=origins, kinds=tuple(kinds) if differ else tuple(kinds[:1]))
 
 
 def _unread(documents: Any, layout: Layout) -> list[str]:
@@ -202,13 +249,21 @@ def _in_own_columns(documents: Any, layout: Layout, source: SourceFacts, *, key:
     return _mapped(documents, converted, layout.name, layout.format, desc=f"Reading {layout.name}", cache_dir=cache_dir)
 
 
-def _as_text(documents: Any, *, cache_dir: Path) -> Any:
-    """Convert conversations to one column of JSON, since their keys may differ between files, unlike those of a table."""
+def _as_text(documents: Any, number: int | None, *, cache_dir: Path) -> Any:
+    """Convert records to one column of JSON, since their keys may differ between files, unlike those of a table.
 
-    def written(record: dict[str, Any], _: int) -> dict[str, str]:
-        return {CONVERSATION: json.dumps(dict(record), ensure_ascii=False, default=str)}
+    Args:
+        documents: Records of one source.
+        number: Index of the source for the column `SOURCE`; None without that column.
+        cache_dir: Folder of the result.
+    """
 
-    return _mapped(documents, written, "conversations", "text", desc="Joining conversations", cache_dir=cache_dir)
+    def written(record: dict[str, Any], _: int) -> dict[str, Any]:
+        text = {CONVERSATION: json.dumps(dict(record), ensure_ascii=False, default=str)}
+        return text if number is None else {**text, SOURCE: number}
+
+    kind = ("conversations", "text" if number is None else f"source {number}")
+    return _mapped(documents, written, *kind, desc="Joining sources", cache_dir=cache_dir)
 
 
 def _mapped(documents: Any, function: Callable[..., Any], *kind: str, desc: str, cache_dir: Path) -> Any:
@@ -226,10 +281,11 @@ def _mapped(documents: Any, function: Callable[..., Any], *kind: str, desc: str,
     )
 
 
-def _load_source(source: SourceFacts, data: Data, *, key: str, split: str, cache_dir: Path) -> Any:
+def _load_source(source: SourceFacts, wanted: DataSource, *, key: str, cache_dir: Path) -> Any:
+    split = wanted.split or "train"
     try:
         if source.kind == "hub":
-            return _load_hub(source.name, data, key=key, split=split)
+            return _load_hub(wanted, key=key, split=split)
         if source.kind == "saved":
             saved = datasets.load_from_disk(str(source.path))
             documents = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
@@ -270,29 +326,29 @@ def _as_it_stands(cell: Any) -> Any:
     return cell
 
 
-def _load_hub(name: str, data: Data, *, key: str, split: str) -> Any:
+def _load_hub(source: DataSource, *, key: str, split: str) -> Any:
     """Load a hub data set, and check that it has the revision that the job names.
 
     Source:
         datasets load.py CachedDatasetModuleFactory: if the hub is out of reach, the revision that was cached last is used,
         with a warning in the log.
     """
-    commit = data.revision
+    name, commit, setting = source.path, source.revision, setting_of(key, "revision")
     if commit is not None and not _COMMIT.fullmatch(commit):
         try:
             commit = HfApi().dataset_info(name, revision=commit).sha
         except RevisionNotFoundError:
             message, fix = f"{key}={name} has no revision {commit}", "Name a branch, tag or commit of it"
-            raise DataError.of(code="DATA_REVISION", key="data.revision", message=message, fix=fix) from None
-    documents = datasets.load_dataset(name, data.name, split=split, revision=commit)
+            raise DataError.of(code="DATA_REVISION", key=setting, message=message, fix=fix) from None
+    documents = datasets.load_dataset(name, source.name, split=split, revision=commit)
     # The cache has one folder per commit (datasets builder.py _relative_data_dir).
     found = {Path(file["filename"]).parent.name for file in documents.cache_files}
     if commit is not None and found - {commit}:
         raise DataError.of(
             code="DATA_REVISION",
-            key="data.revision",
-            message=f"{key}={name} at revision={data.revision} is unreachable, and the cache has {', '.join(found)}",
-            fix="Go online, or set data.revision to the commit that is cached",
+            key=setting,
+            message=f"{key}={name} at revision={source.revision} is unreachable, and the cache has {', '.join(found)}",
+            fix=f"Go online, or set {setting} to the commit that is cached",
             source="datasets.load_dataset",
         )
     return documents

@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 
 from toolkit.data.chats import chat_template
-from toolkit.data.formats import Tokeniser
+from toolkit.data.formats import MixedTokeniser, Tokeniser
 
 _LAYOUT_VERSION = 2  # increased when the files below or their content change
 _COLUMNS = ("input_ids", "targets")
@@ -44,7 +44,9 @@ class TokenStore:
         return len(self.offsets) - 1
 
 
-def tokenise(documents: Any, tokeniser: Tokeniser, *, cache_dir: Path, num_proc: int | None) -> TokenStore:
+def tokenise(
+    documents: Any, tokeniser: Tokeniser | MixedTokeniser, *, cache_dir: Path, num_proc: int | None
+) -> TokenStore:
     """Tokenise a `Dataset`, or open what an earlier call with the same inputs left in `cache_dir`.
 
     The folder is written under a temporary name and renamed when complete, so ranks that race or die leave no partial one.
@@ -74,15 +76,14 @@ def _open(path: Path, dtype: type[np.generic]) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
 
-def _key(documents: Any, tokeniser: Tokeniser) -> str:
+def _key(documents: Any, tokeniser: Tokeniser | MixedTokeniser) -> str:
     tokenizer = tokeniser.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     parts = [
         str(_LAYOUT_VERSION),
         documents._fingerprint,
-        tokeniser.format,
-        tokeniser.loss_on,
+        *tokeniser.identity,
         type(tokenizer).__name__,
         _without_state(vocabulary),
         json.dumps({name: str(token) for name, token in tokenizer.special_tokens_map.items()}, sort_keys=True),
@@ -97,7 +98,7 @@ def _without_state(vocabulary: str) -> str:
     return json.dumps({name: value for name, value in content.items() if name not in ("padding", "truncation")})
 
 
-def _write(documents: Any, tokeniser: Tokeniser, scratch: Path, *, num_proc: int | None) -> None:
+def _write(documents: Any, tokeniser: Tokeniser | MixedTokeniser, scratch: Path, *, num_proc: int | None) -> None:
     mapped = documents.map(
         tokeniser,
         batched=True,

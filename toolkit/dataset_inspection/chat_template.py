@@ -222,9 +222,9 @@ def refused_problem(reason: str, *, where: str, key: str = "data") -> Problem:
     )
 
 
-def unused_chat_template(data: Data, format_: Format) -> list[Problem]:
+def unused_chat_template(data: Data, format_: Format | None) -> list[Problem]:
     """Return the problem DATA_CHAT_TEMPLATE_UNUSED if no conversation is rendered."""
-    if data.chat_template is None or format_ == "messages":
+    if data.chat_template is None or format_ in (None, "messages"):
         return []
     return [
         Problem(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from toolkit.dataset_inspection.formats import FORMAT_COLUMNS, as_format
+from toolkit.dataset_inspection.formats import FORMAT_COLUMNS, as_format, setting_of
 from toolkit.dataset_inspection.layouts import Layout, fitting_layouts
 from toolkit.errors import Problem
 
@@ -19,6 +19,29 @@ _SYNONYMS = {
 _TURNS = 'Each of its items is {"role": "user", "content": "..."}'
 
 
+def renamed(columns: Iterable[str], names: Mapping[str, str], *, key: str, name: str) -> dict[str, str] | Problem:
+    """Return the columns of a source that are kept, each with the name that the job gives it.
+
+    Args:
+        columns: Names of the columns.
+        names: Value of `columns` of a source: our names, each with the source's.
+        key: Key path of the source.
+        name: File or hub id, for the message.
+    Returns:
+        New names by the source's names, without columns whose name another one takes; or DATA_COLUMNS.
+    """
+    found = tuple(columns)
+    if lacking := [theirs for theirs in names.values() if theirs not in found]:
+        message = f"{key}.columns names {', '.join(lacking)}, and {name} has the columns {', '.join(found) or 'none'}"
+        fix = "Write our name of each column first, then the source's: {prompt: question}"
+        return Problem(code="DATA_COLUMNS", key=f"{key}.columns", message=message, fix=fix)
+    if len(set(names.values())) < len(names):
+        message = f"{key}.columns gives one column of {name} several names: {', '.join(names.values())}"
+        return Problem(code="DATA_COLUMNS", key=f"{key}.columns", message=message, fix="Give each column one name")
+    ours = {theirs: name for name, theirs in names.items()}
+    return {column: ours.get(column, column) for column in found if column in ours or column not in names}
+
+
 def resolve_layout(columns: Iterable[str], wanted: str, *, key: str, name: str) -> Layout | Problem:
     """Return the layout of some columns, or the problem if it is not one of `data.format`.
 
@@ -30,7 +53,7 @@ def resolve_layout(columns: Iterable[str], wanted: str, *, key: str, name: str) 
     Returns:
         The layout, or DATA_COLUMNS or DATA_FORMAT.
     """
-    found = tuple(columns)
+    found, setting = tuple(columns), setting_of(key, "format")
     fitting = {layout.format: layout for layout in fitting_layouts(found, wanted)}
     listed = ", ".join(found) or "none"
     if wanted != "auto":
@@ -40,14 +63,14 @@ def resolve_layout(columns: Iterable[str], wanted: str, *, key: str, name: str) 
         needed = " and ".join(FORMAT_COLUMNS[format_])
         if fitting:
             first = next(iter(fitting))
-            message = f"data.format={wanted} needs the columns {needed}, but {name} has {listed}: that is {first}"
-            return Problem(code="DATA_FORMAT", key="data.format", message=message, fix=f"Set data.format to {first}")
+            message = f"{setting}={wanted} needs the columns {needed}, but {name} has {listed}: that is {first}"
+            return Problem(code="DATA_FORMAT", key=setting, message=message, fix=f"Set {setting} to {first}")
     if len(fitting) == 1:
         return next(iter(fitting.values()))
     if fitting:
-        message = f"data.format=auto is ambiguous for {name}: its columns {listed} suit {' and '.join(fitting)}"
-        fix = f"Set data.format to one of {', '.join(fitting)}"
-        return Problem(code="DATA_FORMAT", key="data.format", message=message, fix=fix)
+        message = f"{setting}=auto is ambiguous for {name}: its columns {listed} suit {' and '.join(fitting)}"
+        fix = f"Set {setting} to one of {', '.join(fitting)}"
+        return Problem(code="DATA_FORMAT", key=setting, message=message, fix=fix)
     accepted = (
         "text; prompt and completion; messages; instruction, input and output (Alpaca); or conversations (ShareGPT)"
         if wanted == "auto"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.dataset_inspection.formats import kind_of
+from toolkit.dataset_inspection.formats import kind_of, setting_of
 from toolkit.errors import Problem
 from toolkit.io import parse_json, parse_json_at, read_json_object
 
@@ -305,7 +305,7 @@ def _read_saved(path: Path, key: str, split: str) -> Head:
         splits = [str(name) for name in read_json_object(splits_file)["splits"]]
         if split not in splits:
             message = f"{path} has no split {split!r}: it has {', '.join(splits)}"
-            split_key = "data.eval_split" if key.startswith("data.eval") else "data.split"
+            split_key = "data.eval_split" if key.startswith("data.eval") else setting_of(key, "split")
             problem = Problem(
                 code="DATA_SPLIT", key=split_key, message=message, fix=f"Set it to one of {', '.join(splits)}"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from toolkit.config.job import Data
 from toolkit.errors import Problem
 
 Format = Literal["text", "prompt_completion", "messages"]
@@ -33,14 +34,38 @@ def record_fault(record: Mapping[str, Any], format_: Format) -> str | None:
     return None
 
 
-def loss_on_problem(loss_on: str, format_: Format) -> Problem | None:
+def setting_of(key: str, name: str) -> str:
+    """Return the key of a setting of a source: its own among `data.sources`, else that of the section."""
+    return f"{key}.{name}" if key.startswith("data.sources") else f"data.{name}"
+
+
+def section_problems(data: Data) -> list[Problem]:
+    """Return the problem DATA_SOURCES if the section names its training data twice or not at all."""
+    if data.sources is None:
+        if data.train is not None:
+            return []
+        fix = "Add data.train: FILE, with a .jsonl, .txt, .csv or .parquet file or a hub id, or a list as data.sources"
+        return [Problem(code="DATA_SOURCES", key="data", message="data names no training data", fix=fix)]
+    problems = []
+    own = ("max_samples", "split") + (("format", "name", "revision") if data.eval is None else ())
+    for name in ("train", *own):
+        if name not in data.model_fields_set or getattr(data, name) is None:
+            continue
+        instead = {"train": "path", "max_samples": "max_rows"}.get(name, name)
+        message = f"data.{name}={getattr(data, name)} beside data.sources: each source has its own {instead}"
+        fix = f"Remove data.{name}, and set {instead} of the source"
+        problems.append(Problem(code="DATA_SOURCES", key=f"data.{name}", message=message, fix=fix))
+    return problems
+
+
+def loss_on_problem(loss_on: str, format_: Format, *, key: str = "data.loss_on") -> Problem | None:
     """Return the problem DATA_LOSS_ON if the format has no tokens of the kind that `data.loss_on` names."""
     needed = LOSS_ON_FORMAT.get(loss_on, format_)
     if needed == format_:
         return None
     allowed = "all" + "".join(f" or {name}" for name, of in LOSS_ON_FORMAT.items() if of == format_)
-    message = f"data.loss_on={loss_on} needs the format {needed}, but the data is {format_}"
-    return Problem(code="DATA_LOSS_ON", key="data.loss_on", message=message, fix=f"Set data.loss_on to {allowed}")
+    message = f"{key}={loss_on} needs the format {needed}, but the data is {format_}"
+    return Problem(code="DATA_LOSS_ON", key=key, message=message, fix=f"Set {key} to {allowed}")
 
 
 def _messages_fault(messages: Any) -> str | None:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from toolkit.config.job import Data
+from toolkit.config.job import Data, DataSource, LossOn, Part
 from toolkit.config.paths import PathKind, is_file, is_folder, num_bytes, path_kind, shown
 from toolkit.config.suggestions import nearest
 from toolkit.dataset_inspection.chat_template import (
@@ -20,9 +20,9 @@ from toolkit.dataset_inspection.chat_template import (
     unused_chat_template,
 )
 from toolkit.dataset_inspection.chats import conversation_problems, unread_key_warning
-from toolkit.dataset_inspection.columns import resolve_layout
+from toolkit.dataset_inspection.columns import renamed, resolve_layout
 from toolkit.dataset_inspection.files import SUFFIXES, Head, Kind, read_head
-from toolkit.dataset_inspection.formats import Format, as_format, loss_on_problem
+from toolkit.dataset_inspection.formats import Format, as_format, loss_on_problem, section_problems
 from toolkit.dataset_inspection.layouts import Layout, unread_columns
 from toolkit.errors import DataError, Problem, SpecError, ToolkitError, raise_all
 
@@ -32,7 +32,7 @@ _FILE_SUFFIXES = {".tsv", ".gz", ".zst", ".zip", ".tar", ".jsonlines", ".ndjson"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFacts:
-    """Facts about one entry of `data.train` or `data.eval`.
+    """Facts about one entry of `data.train`, `data.sources` or `data.eval`.
 
     Args:
         name: Name as written in the job.
@@ -43,6 +43,8 @@ class SourceFacts:
         num_bytes: Size on disk, bytes; None for the hub.
         unread: Columns that are not empty, belong to the documents by their names, and are not read.
         unread_keys: Warning of the keys of its messages that are not read; None without any.
+        key: Key path that names it.
+        loss_on: Tokens of it that count in the loss.
     """
 
     name: str
@@ -53,15 +55,22 @@ class SourceFacts:
     num_bytes: int | None
     unread: tuple[str, ...] = ()
     unread_keys: str | None = None
+    key: str = "data"
+    loss_on: LossOn = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
-    """Facts about all sources of a job's data, and their common format (None if only loading can tell)."""
+    """Facts about all sources of a job's data, and their common format (None if they differ, or only loading can tell)."""
 
     train: tuple[SourceFacts, ...]
     eval: tuple[SourceFacts, ...]
     format: Format | None
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """Known formats of the sources, in order of first appearance."""
+        return tuple(dict.fromkeys(each.format for each in self.train + self.eval if each.format is not None))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -102,26 +111,27 @@ def peek(
         template: Chat template of the tokenizer, if available; `data.chat_template` takes precedence.
     Returns:
         The facts that could be read, and the problems: DATA_NOT_FOUND, DATA_SUFFIX, DATA_EMPTY, DATA_JSON,
-        PATH_UNREADABLE, DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
+        DATA_SOURCES, PATH_UNREADABLE, DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
         DATA_REVISION, DATA_VALIDATION, DATA_CHAT_TEMPLATE_FILE, DATA_CHAT_TEMPLATE_UNUSED, DATA_CHAT_TEMPLATE,
         DATA_CHAT_DROPPED.
     """
-    problems: list[Problem] = []
+    problems = section_problems(data)
     root = base or Path.cwd()
     template, unreadable = _template(data, root, template)
     sources: dict[str, list[SourceFacts]] = {"train": [], "eval": []}
-    splits = {"train": data.split, "eval": data.eval_split or "validation"}
-    for part, names in (("train", data.train), ("eval", data.eval)):
-        for key, name in _entries(f"data.{part}", names):
-            facts = _look_at(name, data, key=key, root=root, split=splits[part], template=template, problems=problems)
+    for part in get_args(Part):
+        for key, source in data.sources_of(part):
+            facts = _look_at(source, data, key=key, root=root, template=template, problems=problems)
             if facts is not None:
                 sources[part].append(facts)
     everything = sources["train"] + sources["eval"]
     formats = {source.format for source in everything if source.format is not None}
-    if len(formats) > 1:
+    if len(formats) > 1 and data.sources is None:
         problems.append(_mixed(everything))
     found = next(iter(formats)) if len(formats) == 1 else None
-    problems += _combination_problems(data, found, sources)
+    if data.sources is not None or found is not None:
+        problems += _loss_problems(data, everything)
+    problems += _combination_problems(data, sources)
     problems += unreadable
     return DatasetFacts(train=tuple(sources["train"]), eval=tuple(sources["eval"]), format=found), tuple(problems)
 
@@ -133,31 +143,40 @@ def check_data(data: Data, *, base: Path | None = None) -> DatasetFacts:
     return facts
 
 
-def _entries(key: str, names: str | tuple[str, ...] | None) -> list[tuple[str, str]]:
-    if names is None:
-        return []
-    if isinstance(names, str):
-        return [(key, names)]
-    return [(f"{key}[{index}]", name) for index, name in enumerate(names)]
+def _loss_problems(data: Data, sources: list[SourceFacts]) -> list[Problem]:
+    """Return the problems of sources without tokens to learn, and of a chat template that none of them needs."""
+    found: dict[str, Problem] = {}
+    for source in sources:
+        key = f"{source.key}.loss_on" if _own_loss(data, source) else "data.loss_on"
+        if source.format is not None and (problem := loss_on_problem(source.loss_on, source.format, key=key)):
+            found.setdefault(key, problem)
+    formats = [source.format for source in sources]
+    unused = [] if "messages" in formats else unused_chat_template(data, next(filter(None, formats), None))
+    return [*found.values(), *([] if None in formats else unused)]
+
+
+def _own_loss(data: Data, facts: SourceFacts) -> bool:
+    return any(key == facts.key and source.loss_on is not None for key, source in data.sources_of("train"))
 
 
 def _look_at(
-    name: str,
+    source: DataSource,
     data: Data,
     *,
     key: str,
     root: Path,
-    split: str,
     template: ChatTemplate | None,
     problems: list[Problem],
 ) -> SourceFacts | None:
+    name, loss_on = source.path, data.loss_of(source)
     path = root / name
     try:
         found = path_kind(path, key=key)
         path = Path(os.path.realpath(path))  # Path.resolve raises for circular links before Python 3.13
         if found == "absent":
             if is_hub_id(name):
-                return SourceFacts(name=name, kind="hub", path=None, columns=(), format=_wanted(data), num_bytes=None)
+                hub = SourceFacts(name=name, kind="hub", path=None, columns=(), format=_wanted(source), num_bytes=None)
+                return replace(hub, key=key, loss_on=loss_on)
             problems.append(_not_found(name, path, key=key))
             return None
         kind = _local_kind(path, found, key=key)
@@ -168,27 +187,55 @@ def _look_at(
     except SpecError as error:
         problems += error.problems
         return None
-    head = read_head(path, kind, key=key, split=split)
-    return _facts_of(name, path, kind, head, data, key=key, size=size, template=template, problems=problems)
+    if key.startswith("data.sources"):
+        problems += _local_problems(source, kind, key=key)
+    head = read_head(path, kind, key=key, split=source.split or "train")
+    facts = SourceFacts(
+        name=name,
+        kind=kind,
+        path=path,
+        columns=head.columns,
+        format=_wanted(source),
+        num_bytes=size,
+        key=key,
+        loss_on=loss_on,
+    )
+    return _facts_of(source, head, facts, template=template, problems=problems)
+
+
+def _local_problems(source: DataSource, kind: Kind, *, key: str) -> Iterable[Problem]:
+    """Yield the problems of keys of the hub that a local source has."""
+    for name, code in (("name", "DATA_SPLIT"), ("revision", "DATA_REVISION"), ("split", "DATA_SPLIT")):
+        value = getattr(source, name)
+        if value is not None and not (name == "split" and kind == "saved"):
+            message = f"{key}.{name}={value} is not used: it belongs to a hub data set, and {source.path} is local"
+            yield Problem(code=code, key=f"{key}.{name}", message=message, fix=f"Remove {name}")
 
 
 def _facts_of(
-    name: str,
-    path: Path,
-    kind: Kind,
+    source: DataSource,
     head: Head,
-    data: Data,
+    facts: SourceFacts,
     *,
-    key: str,
-    size: int,
     template: ChatTemplate | None,
     problems: list[Problem],
 ) -> SourceFacts:
+    name, key = facts.name, facts.key
     problems += head.problems
-    facts = SourceFacts(name=name, kind=kind, path=path, columns=head.columns, format=_wanted(data), num_bytes=size)
     if not head.columns:
         return facts
-    layout = resolve_layout(head.columns, data.format, key=key, name=name)
+    names = renamed(head.columns, source.columns, key=key, name=name)
+    if isinstance(names, Problem):
+        problems.append(names)
+        return replace(facts, format=None)
+    if source.columns:
+        rows = (
+            (line, {names[column]: value for column, value in row.items() if column in names})
+            for line, row in head.records
+        )
+        head = replace(head, columns=tuple(names.values()), records=tuple(rows))
+        facts = replace(facts, columns=head.columns)
+    layout = resolve_layout(head.columns, source.format, key=key, name=name)
     if isinstance(layout, Problem):
         problems.append(layout)
         return replace(facts, format=None)
@@ -196,14 +243,14 @@ def _facts_of(
     problems += _blank_problems(head.records, layout.format, key=key, name=name)
     unread_keys = None
     if layout.format == "messages":
-        problems += conversation_problems(head.records, layout, data.loss_on, template, key=key, name=name)
+        problems += conversation_problems(head.records, layout, facts.loss_on, template, key=key, name=name)
         said = [record.get(layout.needed[0]) for _, record in head.records]
         unread_keys = unread_key_warning(name, said, template=None if template is None else template.text)
     return replace(facts, format=layout.format, unread=_unread(layout, head), unread_keys=unread_keys)
 
 
-def _wanted(data: Data) -> Format | None:
-    return None if data.format == "auto" else as_format(data.format)
+def _wanted(source: DataSource) -> Format | None:
+    return None if source.format == "auto" else as_format(source.format)
 
 
 def _not_found(name: str, path: Path, *, key: str) -> Problem:
@@ -281,13 +328,11 @@ def _mixed(sources: list[SourceFacts]) -> Problem:
     return Problem(code="DATA_MIXED", key="data", message=message, fix="Give all files of a job the same columns")
 
 
-def _combination_problems(data: Data, format_: Format | None, sources: dict[str, list[SourceFacts]]) -> list[Problem]:
+def _combination_problems(data: Data, sources: dict[str, list[SourceFacts]]) -> list[Problem]:
     """Return the problems of keys that contradict each other: none may be accepted and then not used."""
     problems: list[Problem] = []
-    if format_ is not None:
-        if problem := loss_on_problem(data.loss_on, format_):
-            problems.append(problem)
-        problems += unused_chat_template(data, format_)
+    if data.sources is not None:  # each has its own split, name and revision: those of the section are of `eval`
+        sources = sources | {"train": []}
     if data.eval is not None and data.validation_fraction is not None:
         message = (
             f"data.validation_fraction={data.validation_fraction} conflicts with data.eval: both name validation data"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.dataset_inspection.formats import section_problems
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
@@ -20,4 +21,10 @@ def packing_attention(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
-RULES = (packing_attention,)
+def sources_named_once(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse a data section that names its training data twice or not at all."""
+    if draft.job.data is not None:
+        yield from section_problems(draft.job.data)
+
+
+RULES = (packing_attention, sources_named_once)
