@@ -132,6 +132,8 @@ def test_what_trainer_cannot_carry():
     refused("INTEGRATION_LOSS", "train.loss", train={"loss": "chunked"})
     refused("INTEGRATION_KERNELS", "train.kernels", train={"kernels": "liger"})
     refused("INTEGRATION_LOOP", "train.callbacks", train={"callbacks": ["hooks:Mine"]})
+    held = {"train": "a.jsonl", "validation_fraction": 0.1}
+    refused("INTEGRATION_LOOP", "train.early_stopping_patience", train={"early_stopping_patience": 2}, data=held)
     refused("INTEGRATION_FP8", "train.precision", train={"precision": "fp8"})
     refused("INTEGRATION_TENSOR", "parallel.tensor", model="llama-3.2-1b", parallel={"tensor": 2})
     refused("INTEGRATION_PIPELINE", "parallel.pipeline", model="llama-3.2-1b", parallel={"pipeline": 2})

@@ -132,7 +132,56 @@ class Counts:
 
     def on_end(self, run):
         (Path(run.plan.output_dir) / f"told-{run.world.rank}-{run.step_count}").write_text("; ".join(self.told))
+
+
+def metrics(logits, labels):
+    logits, targets = logits[:, :-1].float(), labels[:, 1:]
+    counted = targets != -100
+    nll = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    right = (logits.argmax(-1) == targets) & counted
+    return {"nll": ((nll * counted).sum(), counted.sum()), "accuracy": (right.sum(), counted.sum())}
 """
+
+# So high a rate that the loss soon rises.
+WATCHED = {
+    "learning_rate": 0.3,
+    "warmup_steps": 0,
+    "save_steps": 1,
+    "eval_steps": 1,
+    "save_total_limit": 1,
+    "eval_on_start": True,
+    "compute_metrics": "hooks_of_the_loop_test:metrics",
+    "load_best_model_at_end": True,
+    "early_stopping_patience": 2,
+    "max_steps": 30,
+}
+
+
+def _watch(root: Path, results: dict[str, Any], name: str, **sections: Any) -> None:
+    """A run that ends early, whole and in two parts."""
+    sections = {"data": {"validation_fraction": 0.25}, "train": WATCHED, **sections}
+    results[name] = [_run(root, name, **sections), _run(root, name, resume="latest", **sections)]
+    results[name] += [_run(root, f"{name}-parts", stop_after=2, **sections)]
+    results[name] += [_run(root, f"{name}-parts", resume="latest", **sections)]
+
+
+def _check_watched(root: Path, results: dict[str, Any], name: str) -> None:
+    whole, again, _, second = results[name]
+    assert isinstance(whole, TrainResult), whole
+    assert isinstance(second, TrainResult), second
+    evaluated = [record for record in records(root / name) if "eval_loss" in record]
+    assert [record["step"] for record in evaluated] == list(range(whole.step + 1)), "from the start on"
+    for record in evaluated:
+        assert math.isclose(record["eval_nll"], record["eval_loss"], rel_tol=1e-5)
+        assert 0 <= record["eval_accuracy"] < 1
+    best = min(evaluated[1:], key=lambda record: record["eval_loss"])["step"]
+    assert best + 2 == whole.step == second.step < 30
+    assert not whole.interrupted
+    for folder, result in ((root / name, whole), (root / f"{name}-parts", second)):
+        assert {path.name for path in list_checkpoints(folder)} == {f"checkpoint-{best}", f"checkpoint-{whole.step}"}
+        assert result.best_checkpoint == folder / f"checkpoint-{best}"
+    assert (again.step, again.loss, again.best_checkpoint) == (whole.step, None, whole.best_checkpoint)
+    assert curve(root / f"{name}-parts") == curve(root / name)
 
 
 def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
@@ -170,6 +219,7 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     results["windows"] = _run(root, "windows", train=windows)
     results["windows-first"] = _run(root, "window-parts", stop_after=4, train=windows)
     results["windows-second"] = _run(root, "window-parts", resume="checkpoint-4", train=windows)
+    _watch(root, results, "watched")
     thread = threading.Thread(target=lambda: results.update(thread=_run(root, "thread", train={"max_steps": 3})))
     thread.start()
     thread.join()
@@ -281,6 +331,34 @@ def test_callbacks_of_the_job_and_what_they_keep(root: Path, results: dict[str, 
         assert (root / "window-parts" / f"told-{rank}-4").read_text() == "checkpoint-4 4"
         assert (root / "window-parts" / f"told-{rank}-8").read_text() == "checkpoint-8 8"
     assert "evaluation 6" in (root / "epochs" / f"told-1-{results['epochs'].step}").read_text()
+
+
+def test_the_best_checkpoint_stays_and_a_run_ends_early(root: Path, results: dict[str, Any]) -> None:
+    _check_watched(root, results, "watched")
+
+
+WATCHED_UNDER = {
+    "zero3": {"zero_stage": 3},
+    "ddp": {"strategy": "ddp", "zero_stage": None},
+    "fsdp2": {"strategy": "fsdp2", "zero_stage": None},
+    "pipeline": {"pipeline": 2, "zero_stage": 1},
+}
+
+
+def _all_watched(rank: int, root_name: str) -> dict[str, Any]:
+    root, results = Path(root_name), {}
+    find_beside(root / "job.yaml")
+    for name, parallel in WATCHED_UNDER.items():
+        _watch(root, results, name, parallel=parallel)
+    return results
+
+
+@pytest.mark.full
+def test_evaluations_decide_under_every_strategy(root: Path) -> None:
+    first, second = run_distributed(_all_watched, 2, str(root))
+    assert first == second
+    for name in WATCHED_UNDER:
+        _check_watched(root, first, name)
 
 
 def test_a_run_outside_the_main_thread(root: Path, results: dict[str, Any]) -> None:

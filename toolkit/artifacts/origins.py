@@ -183,6 +183,12 @@ TRAINER: dict[str, Origin] = {
     "save_total_limit": Origin(("train.save_total_limit",)),
     "eval_strategy": Origin(_EVAL, "no evaluation without evaluation data"),
     "eval_steps": Origin(_EVAL, "no evaluation without evaluation data"),
+    "eval_on_start": Origin(("train.eval_on_start",), "not before the first step unless the job asks for it"),
+    "load_best_model_at_end": Origin(
+        ("train.load_best_model_at_end",), "the last weights unless the job asks for the best"
+    ),
+    "metric_for_best_model": Origin(("train.metric_for_best_model",), "the loss unless the job names another"),
+    "greater_is_better": Origin(("train.greater_is_better",), "true, unless the metric's name ends with loss"),
     "report_to": Origin(("train.report_to",), "none unless the job names one"),
     "seed": Origin(("train.seed",)),
     "torch_compile": Origin(("train.torch_compile",)),

@@ -44,8 +44,8 @@ def latest_checkpoint(output_dir: Path) -> Path:
     return latest
 
 
-def rotate(output_dir: Path, *, keep: int) -> tuple[Path, ...]:
-    """Remove the oldest complete checkpoints beyond `keep`, which is at least 1.
+def rotate(output_dir: Path, *, keep: int, best: Path | None = None) -> tuple[Path, ...]:
+    """Remove the oldest complete checkpoints beyond `keep`, which is at least 1; the best and the last one stay.
 
     A checkpoint is renamed, so that a crash leaves no partial one under a valid name, and then deleted.
 
@@ -53,7 +53,11 @@ def rotate(output_dir: Path, *, keep: int) -> tuple[Path, ...]:
         Folders that were removed.
     """
     removed = []
-    for path in list_checkpoints(output_dir)[:-keep]:
+    found = list_checkpoints(output_dir)
+    oldest = found[:-keep]
+    if best in oldest:  # it counts as one of those that stay
+        oldest = tuple(path for path in found[: -max(keep - 1, 1)] if path != best)
+    for path in oldest:
         doomed = path.with_name(f".{path.name}.removed")
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)

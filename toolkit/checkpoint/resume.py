@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.checkpoint.best import stopped_early
 from toolkit.checkpoint.compatibility import check_resumable, known_num_steps
 from toolkit.checkpoint.discovery import latest_checkpoint, list_checkpoints
 from toolkit.checkpoint.layout import step_of
@@ -24,11 +25,13 @@ class ResumePoint:
         folders: Checkpoints in order of preference, each skipped only if its files turn out damaged.
         state: State of the first of them.
         num_steps: Optimizer steps of the run; None if only reading the data tells.
+        ended_early: Whether the run ended before, as `train.early_stopping_patience` says.
     """
 
     folders: tuple[Path, ...]
     state: State
     num_steps: int | None
+    ended_early: bool = False
 
     @property
     def folder(self) -> Path:
@@ -38,7 +41,7 @@ class ResumePoint:
     @property
     def is_complete(self) -> bool:
         """True if no step is left to do."""
-        return self.num_steps is not None and self.state.step >= self.num_steps
+        return self.ended_early or (self.num_steps is not None and self.state.step >= self.num_steps)
 
 
 def candidates(output_dir: Path, resume: str | Path | None) -> tuple[Path, ...]:
@@ -78,7 +81,12 @@ def resume_point(plan: Plan, resume: str | Path | None, *, say: Callable[[str], 
         except CheckpointError as error:
             skip_damaged(error, skips=resume == AUTO, say=say)
             continue
-        return ResumePoint(folders=folders[index:], state=state, num_steps=known_num_steps(plan, folder, state))
+        return ResumePoint(
+            folders=folders[index:],
+            state=state,
+            num_steps=known_num_steps(plan, folder, state),
+            ended_early=stopped_early(plan, state.hooks),
+        )
     return None
 
 

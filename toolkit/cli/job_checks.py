@@ -102,6 +102,8 @@ def user_code_problems(job: Job) -> Iterator[Problem]:
     """Yield a problem for each name of the user's Python that is not found; the modules are not run."""
     for name in job.train.callbacks:
         yield from unfound("train.callbacks", name)
+    if job.train.compute_metrics is not None:
+        yield from unfound("train.compute_metrics", job.train.compute_metrics)
 
 
 def output_problems(folder: Path) -> Iterator[Problem]:

@@ -70,13 +70,14 @@ class Exported:
 
 def is_finished(plan: Plan) -> bool:
     """Return whether the last checkpoint of output_dir is that of the run's last step."""
+    from toolkit.checkpoint.best import stopped_early
     from toolkit.checkpoint.state import State
 
     last = last_checkpoint(plan)
     if last is None:
         return False
     state = State.load(last)
-    return state.num_steps is not None and state.step >= state.num_steps
+    return stopped_early(plan, state.hooks) or (state.num_steps is not None and state.step >= state.num_steps)
 
 
 def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first: bool = False) -> Exported | None:
@@ -87,11 +88,14 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
         checkpoint: Checkpoint to export; the last of output_dir when left out.
         verify_first: Whether to verify its checksums; not needed if the run's own processes have just hashed it.
     """
+    from toolkit.checkpoint.best import best_checkpoint
     from toolkit.checkpoint.discovery import latest_checkpoint
+    from toolkit.checkpoint.state import State
     from toolkit.cli.export import describe_checks, load_exporter
 
     source = checkpoint or latest_checkpoint(plan.output_dir)
     try:
+        source = best_checkpoint(plan, State.load(source).hooks) or source
         say(f"exporting {source} ...")
         done = load_exporter()(
             source,

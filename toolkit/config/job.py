@@ -263,6 +263,25 @@ class Train(Section):
     """Number of checkpoints to keep; older ones are deleted."""
     eval_steps: Count | None = None
     """Optimizer steps between evaluations; one is made at the end in any case."""
+    eval_on_start: StrictBool = False
+    """Evaluates before the first step, too."""
+    compute_metrics: UserCode | None = None
+    """A function of yours as `module:function` that is called on each rank with the logits and labels of each batch of an
+    evaluation, and returns a mapping of names to (total, count): the metric is the total over the count, each summed
+    over batches and ranks.
+    """
+    load_best_model_at_end: StrictBool = False
+    """Exports the checkpoint whose `metric_for_best_model` was best, which is also kept when others are deleted."""
+    metric_for_best_model: Word | None = None
+    """Metric of an evaluation, with or without `eval_`, for `load_best_model_at_end` and `early_stopping_patience`:
+    `loss` when left out.
+    """
+    greater_is_better: StrictBool | None = None
+    """Whether more of the metric is better; true when left out, unless its name ends with `loss`."""
+    early_stopping_patience: Count | None = None
+    """Ends the run after this many evaluations in a row without a better metric."""
+    early_stopping_threshold: NonNegativeNumber = 0.0
+    """Difference by which a metric must be better to count as such, with `early_stopping_patience`."""
     logging_steps: Count = 1
     """Optimizer steps between lines of metrics.jsonl."""
     report_to: Annotated[tuple[Reporter, ...], BeforeValidator(reporters, json_schema_input_type=Reporters)] = ()
@@ -279,6 +298,22 @@ class Train(Section):
     """Seed of data order, dropout, adapters, and weights under `model.init: random`."""
     output_dir: Folder = Path("runs/job")
     """Folder of metrics, checkpoints and export; relative to the working directory."""
+
+    @property
+    def watches_metric(self) -> bool:
+        """Whether evaluations decide which checkpoint is exported, or when the run ends."""
+        return self.load_best_model_at_end or self.early_stopping_patience is not None
+
+    @property
+    def best_metric(self) -> str:
+        """Name of the metric by which evaluations are compared."""
+        name = self.metric_for_best_model or "loss"
+        return name if name.startswith("eval_") else f"eval_{name}"
+
+    @property
+    def best_is_greater(self) -> bool:
+        """Whether more of that metric is better."""
+        return not self.best_metric.endswith("loss") if self.greater_is_better is None else self.greater_is_better
 
     @property
     def adapters(self) -> Lora:

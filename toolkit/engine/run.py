@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +38,8 @@ StepHook = TypeVar("StepHook", bound="Callable[[Run, torch.Tensor], object]")
 EvaluationHook = TypeVar("EvaluationHook", bound="Callable[[Run, float], object]")
 SaveHook = TypeVar("SaveHook", bound="Callable[[Run, Path], object]")
 EndHook = TypeVar("EndHook", bound="Callable[[Run], object]")
+# Maps logits and labels of a batch to totals and counts by name.
+MetricFunction = Callable[[torch.Tensor, torch.Tensor], Mapping[str, tuple[Any, Any]]]
 H = TypeVar("H", bound="Callable[..., object]")
 
 MAX_STEPS = 2**53  # the largest count that a schedule's floats, and a checkpoint's state, hold exactly
@@ -54,6 +58,8 @@ class Run:
         num_steps: Optimizer steps of the whole run; None until `loader` or `set_num_steps` sets it.
         last_learning_rate: Learning rate of the last step.
         memory: Peaks of this rank's memory by phase.
+        compute_metrics: Called by `evaluate` with logits and labels of each batch; its (total, count) by name are summed.
+        metrics: Metrics of the last evaluation: `eval_loss`, and `eval_NAME` for each of `compute_metrics`.
         state: Values of hooks, as JSON has them: rank 0's are saved with each checkpoint, and a resume gives them to all ranks.
         stop_requested: Set to True on any rank to make `should_stop` true on all of them, after the same step: the
             next one on CPU, the one after that on GPU.
@@ -74,6 +80,8 @@ class Run:
         self.memory = memory or PhaseMemoryTracker(world.device)
         self.step_count = 0
         self.state: dict[str, Any] = {}
+        self.compute_metrics: MetricFunction | None = None
+        self.metrics: dict[str, float] = {}
         self.num_steps: int | None = plan.settings.max_steps
         self.stop_requested = False
         self.should_stop = False
@@ -300,16 +308,34 @@ class Run:
             RunError: As `outputs`.
         """
         sums = torch.zeros(2, device=self.world.device, dtype=torch.float64)
+        totals: Counter[tuple[str, int]] = Counter()
         for batch, outputs in self._outputs(batches, _BATCH):
             if outputs is not None:
                 sums[0] += self._passes.losses.summed(outputs, batch["labels"])
                 sums[1] += count_targets(batch["labels"])
+                if self.compute_metrics is not None:
+                    for name, pair in self.compute_metrics(outputs.logits, batch["labels"]).items():
+                        totals.update({(name, part): float(number) for part, number in enumerate(pair)})
             del outputs  # else they would coexist with those of the next batch
         self.memory.end("evaluation")
         dist.all_reduce(sums, group=self._replicas)
         loss = float(sums[0] / sums[1].clamp(min=1))
+        self.metrics = {"eval_loss": loss, **self._summed_metrics(totals)}
         self.call_hooks("evaluation", loss)
         return loss
+
+    def _summed_metrics(self, totals: Counter[tuple[str, int]]) -> dict[str, float]:
+        """Return the metrics of all ranks' batches; those of the last stage have them in a pipeline."""
+        if self.compute_metrics is None:
+            return {}
+        parts: list[Any] = [None] * dist.get_world_size(self._replicas)
+        dist.all_gather_object(parts, totals, group=self._replicas)
+        for part in parts[1:]:
+            parts[0].update(part)
+        names = dict.fromkeys(name for name, _ in parts[0])
+        return {
+            f"eval_{name}": parts[0][name, 0] / parts[0][name, 1] if parts[0][name, 1] else math.nan for name in names
+        }
 
     @checks_arguments
     def outputs(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:

@@ -52,6 +52,8 @@ def disk_use(draft: UncheckedPlan, *, total: int, trainable: int) -> DiskUse:
     """
     settings, ranks = draft.settings, draft.job.model_ranks
     at_once = settings.save_total_limit + 1
+    if draft.job.train.load_best_model_at_end and settings.save_total_limit == 1:
+        at_once += 1  # the best one beside the last
     if settings.max_steps is not None:
         at_once = min(at_once, -(-settings.max_steps // settings.save_steps))
     return DiskUse(

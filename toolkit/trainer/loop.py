@@ -8,10 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from toolkit.arguments import checks_arguments
+from toolkit.checkpoint.best import best_checkpoint
 from toolkit.checkpoint.discovery import remove_leftovers
 from toolkit.checkpoint.fingerprint import identify
 from toolkit.checkpoint.load import restore, verify_together
 from toolkit.checkpoint.resume import AUTO, ResumePoint, set_aside, skip_damaged
+from toolkit.config.user_code import imported
 from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.distributed.world import World, destroy_world, init_world
 from toolkit.engine.initialize import initialize, locate_weights
@@ -66,8 +68,11 @@ def train(
     check_builds(plan)  # before the data are read, which may take long
     raise_all(PlanError, tracker_problems(plan.job.train.report_to))
     callbacks = make_callbacks(plan)
+    function = plan.job.train.compute_metrics
+    metrics = None if function is None else imported("train.compute_metrics", function)
 
     def join(run: Run) -> None:
+        run.compute_metrics = metrics
         attach_callbacks(run, callbacks)
         if attach is not None:
             attach(run)
@@ -102,13 +107,20 @@ def _train(
         skips: Whether a damaged checkpoint is skipped for the next.
     """
     if point is not None and point.is_complete:
-        step, num_steps = point.state.step, point.num_steps
+        step, num_steps = point.state.step, point.num_steps or point.state.num_steps
         assert num_steps is not None, "or nobody could tell"
         if world.is_main:
             remove_leftovers(plan.output_dir)
         reporter.say(f"the run is complete: step {step} of {num_steps}")
         destroy_world(world)
-        return TrainResult(step=step, num_steps=num_steps, loss=None, checkpoint=point.folder, interrupted=False)
+        return TrainResult(
+            step=step,
+            num_steps=num_steps,
+            loss=None,
+            checkpoint=point.folder,
+            interrupted=False,
+            best_checkpoint=best_checkpoint(plan, point.state.hooks),
+        )
     reporter.stage("reading and tokenising the data")
     tokenizer = load_tokenizer(plan)
     data = prepare_in_turn(plan, world, tokenizer)

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from toolkit.checkpoint.best import Best
 from toolkit.checkpoint.discovery import remove_leftovers, rotate
 from toolkit.checkpoint.fingerprint import Sources
 from toolkit.checkpoint.layout import checkpoint_name
 from toolkit.checkpoint.save import save
+from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import PreparedData
 from toolkit.engine.forward_backward import MicroBatch
 from toolkit.engine.run import Run
@@ -37,6 +40,7 @@ class TrainResult:
         loss: Last logged loss, a mean over the steps since the previous log; None when no step was left to do.
         checkpoint: The last checkpoint.
         interrupted: Whether Ctrl-C or a signal of the scheduler ended it early.
+        best_checkpoint: The best one, if `train.load_best_model_at_end` asks for it.
     """
 
     step: int
@@ -44,6 +48,7 @@ class TrainResult:
     loss: float | None
     checkpoint: Path
     interrupted: bool
+    best_checkpoint: Path | None = None
 
 
 class Session:
@@ -76,6 +81,7 @@ class Session:
         self.metrics: MetricsWriter | None = None
         self.trackers: Trackers | None = None
         self.last_loss: float | None = None
+        self.best = Best(self.plan, run.state)
         self.window = torch.zeros((), dtype=torch.float64, device=run.world.device)
 
     @property
@@ -96,6 +102,8 @@ class Session:
         started_at = logged_at = run.step_count
         try:
             with asking(run.request_stop):
+                if self.plan.job.train.eval_on_start and run.step_count == 0 and self.data.eval is not None:
+                    self._evaluate(self.data.eval)
                 for batch in self.batches:
                     loss = run.step(batch)
                     self.window += loss
@@ -104,16 +112,21 @@ class Session:
                     if step % self.plan.job.train.logging_steps == 0 or last:
                         self._log(loss, step - logged_at)
                         logged_at = step
-                    self._evaluate_when_due(last=step == run.num_steps)
-                    if step % self.plan.settings.save_steps == 0 or last or run.should_stop:
+                    self._evaluate_when_due(last=step == run.num_steps, ends=last)
+                    last = last or run.should_stop or self.best.stopped
+                    if step % self.plan.settings.save_steps == 0 or last:
                         self._check(loss)
-                        self._save(probe=step == run.num_steps)
+                        self._save(probe=last or self.plan.job.train.load_best_model_at_end)
                     if last or run.should_stop:
                         break
                 # The stop may have come after the last log: the next session does not have these losses.
                 if logged_at < run.step_count:
                     self._log(loss, run.step_count - logged_at)
                     logged_at = run.step_count
+                if self.best.stopped and run.step_count < self.num_steps:
+                    self.reporter.say(
+                        f"step {run.step_count}: {self.plan.job.train.best_metric} does not improve any more: the run ends"
+                    )
                 if run.step_count == run.num_steps and logged_at > started_at and not run.should_stop:
                     self._compare_memory()
         finally:
@@ -131,6 +144,7 @@ class Session:
             loss=self.last_loss,
             checkpoint=checkpoint,
             interrupted=self.run.should_stop and self.run.step_count < self.num_steps,
+            best_checkpoint=self.best.folder,
         )
 
     def _log(self, loss: torch.Tensor, num_steps: int) -> None:
@@ -168,18 +182,36 @@ class Session:
             fix="Lower train.learning_rate, lengthen the warm-up, or train in bf16; resume from the last checkpoint",
         )
 
-    def _evaluate_when_due(self, *, last: bool) -> None:
-        every, held = self.plan.settings.eval_steps, self.data.eval
-        if every is None or held is None or (self.run.step_count % every and not last):
+    def _evaluate_when_due(self, *, last: bool, ends: bool) -> None:
+        """Evaluate at the steps that the plan names, and take the metric into account.
+
+        Args:
+            last: Whether this is the run's last step.
+            ends: Whether the session ends after it, with a checkpoint.
+        """
+        every, held, step = self.plan.settings.eval_steps, self.data.eval, self.run.step_count
+        if every is None or held is None or (step % every and not last):
             return
+        if not self._evaluate(held) or not self.best.is_watched:
+            return
+        metrics = [self.run.metrics]
+        dist.broadcast_object_list(metrics, src=0)  # replicas may differ in the last bit, and must decide alike
+        self.best.seen(metrics[0])
+        if step % self.plan.settings.save_steps == 0 or ends or self.best.stopped:
+            self.best.saved(metrics[0], step)
+
+    def _evaluate(self, held: PackedDataset) -> bool:
+        """Evaluate and write the metrics; return False if the run was asked to stop before the end."""
         began = time.perf_counter()
         loss = self.run.evaluate(self._until_asked(self.run.eval_loader(held)))
         if self.run.should_stop:
-            return  # the mean would be of a part of the batches
+            return False  # the mean would be of a part of the batches
         seconds = time.perf_counter() - began
-        self._write({"step": self.run.step_count, "eval_loss": loss, "eval_seconds": seconds})
-        self.reporter.say(f"step {self.run.step_count}: validation loss {loss:.4f} ({format_seconds(seconds)})")
+        self._write({"step": self.run.step_count, **self.run.metrics, "eval_seconds": seconds})
+        others = "".join(f", {name} {value:.4f}" for name, value in self.run.metrics.items() if name != "eval_loss")
+        self.reporter.say(f"step {self.run.step_count}: validation loss {loss:.4f}{others} ({format_seconds(seconds)})")
         self.meter.skip()
+        return True
 
     def _until_asked(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield batches until a rank is asked to stop: a scheduler does not wait for the end of an evaluation."""
@@ -205,6 +237,6 @@ class Session:
         run.memory.end("save")
         self.reporter.say(f"saved {folder} ({format_seconds(time.perf_counter() - began)})")
         if run.world.is_main:
-            rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit)
+            rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit, best=self.best.folder)
         run.agree_to_stop()  # else a stop requested during the save would take another step and save
         self.meter.skip()

@@ -111,13 +111,13 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
 def _own_loop_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
     """Yield keys that our training loop alone acts on."""
     train = draft.job.train
-    for name in ("callbacks",):
+    for name in ("callbacks", "compute_metrics", "early_stopping_patience"):
         if getattr(train, name) and consumer == "trainer":  # a script has its own loop
             yield Problem(
                 code="INTEGRATION_LOOP",
                 key=f"train.{name}",
                 message=f"{name} is acted on by our training loop, not by {NAMES[consumer]}",
-                fix=f"Leave it out, with Trainer's own callbacks in your script, or {OWN}",
+                fix=f"Leave it out, with Trainer's own callbacks or functions in your script, or {OWN}",
             )
 
 

@@ -173,13 +173,73 @@ def evaluation(draft: UncheckedPlan) -> Iterator[Problem]:
     data, train = draft.job.data, draft.job.train
     if data is not None and (data.eval is not None or data.validation_fraction is not None):
         return
-    for key in ("eval_steps", "per_device_eval_batch_size"):
-        if getattr(train, key) is not None:
+    for key in (
+        *("eval_steps", "per_device_eval_batch_size", "eval_on_start", "compute_metrics"),
+        *("load_best_model_at_end", "early_stopping_patience"),
+    ):
+        if getattr(train, key):
             yield Problem(
                 code="EVAL_WITHOUT_DATA",
                 key=f"train.{key}",
-                message=f"{key}={getattr(train, key)} has no effect without evaluation data",
+                message=f"{key}={_shown(getattr(train, key))} has no effect without evaluation data",
                 fix="Set data.eval or data.validation_fraction, or remove it",
+            )
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def best_model(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Require of the metric that is watched that something reads it, that evaluations have it, and that checkpoints follow them."""
+    train, settings = draft.job.train, draft.settings
+    readers = {
+        "metric_for_best_model": train.watches_metric,
+        "greater_is_better": train.watches_metric,
+        "early_stopping_threshold": train.early_stopping_patience is not None,
+    }
+    for key, read in readers.items():
+        if key in train.model_fields_set and getattr(train, key) is not None and not read:
+            wanted = "early_stopping_patience" if key == "early_stopping_threshold" else "load_best_model_at_end"
+            yield Problem(
+                code="BEST_UNUSED",
+                key=f"train.{key}",
+                message=f"{key}={_shown(getattr(train, key))} is read by nothing without train.{wanted}",
+                fix=f"Set train.{wanted}, or remove {key}",
+            )
+    if train.watches_metric and train.compute_metrics is None and train.best_metric != "eval_loss":
+        yield Problem(
+            code="BEST_METRIC",
+            key="train.metric_for_best_model",
+            message=f"metric_for_best_model={train.metric_for_best_model}: without train.compute_metrics an evaluation has eval_loss alone",
+            fix="Set train.metric_for_best_model to loss, or train.compute_metrics to a function that gives it",
+        )
+    if train.load_best_model_at_end and settings.eval_steps is not None and settings.save_steps % settings.eval_steps:
+        yield Problem(
+            code="BEST_STEPS",
+            key="train.save_steps",
+            message=f"save_steps={settings.save_steps} is not a multiple of eval_steps={settings.eval_steps}, with load_best_model_at_end=true: "
+            "checkpoints would be saved that no evaluation has judged",
+            fix=f"Set train.save_steps to a multiple of {settings.eval_steps}",
+            source="transformers training_args.py __post_init__",
+        )
+
+
+def metrics_of_logits(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse a metric function where no rank has the whole logits."""
+    train, tensor = draft.job.train, draft.job.parallel.tensor
+    if train.compute_metrics is None:
+        return
+    for key, value, usual, why in (
+        ("train.loss", train.loss, "full", "the logits never exist as a whole"),
+        ("parallel.tensor", tensor, 1, "each rank has the logits of a part of the vocabulary"),
+    ):
+        if value != usual:
+            yield Problem(
+                code="METRICS_LOGITS",
+                key="train.compute_metrics",
+                message=f"compute_metrics with {key.rpartition('.')[2]}={value}: {why}",
+                fix=f"Set {key} to {usual}, or remove compute_metrics",
             )
 
 
@@ -234,4 +294,6 @@ RULES = (
     polynomial_rate,
     learning_rate_scaling,
     evaluation,
+    best_model,
+    metrics_of_logits,
 )
