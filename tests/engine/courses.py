@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import traceback
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -139,10 +140,9 @@ def _reference(arguments: str) -> Course:
         pack_by_bitsandbytes(model)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     decay = train.get("weight_decay", 0.0)
-    exempt = [weight for name, weight in trained.items() if weight.ndim == 1]
     groups = [
-        {"params": [weight for weight in trained.values() if weight.ndim > 1], "weight_decay": decay},
-        *([{"params": exempt, "weight_decay": 0.0}] if exempt else []),
+        {"params": [weight], "weight_decay": decay if weight.ndim > 1 else 0.0, "lr": rate_of(name, train)}
+        for name, weight in trained.items()
     ]
     kind = torch.optim.SGD if train["optimizer"] == "sgd" else torch.optim.AdamW
     optimizer = kind(groups, lr=train["learning_rate"])
@@ -157,6 +157,15 @@ def _reference(arguments: str) -> Course:
         losses.append(float(mean.detach()))
         snapshots.append({name: weight.detach().numpy().copy() for name, weight in trained.items()})
     return Course(losses=losses, norms=norms, first=snapshots[0], last=snapshots[-1])
+
+
+def rate_of(name: str, train: dict[str, Any]) -> float:
+    """The rate of a weight by the job's patterns, or LoRA+'s."""
+    for pattern, rate in train.get("learning_rates", {}).items():
+        if re.search(pattern, name):
+            return float(rate)
+    ratio = train.get("lora", {}).get("loraplus_lr_ratio", 1) if ".lora_B." in name else 1
+    return float(train["learning_rate"] * ratio)
 
 
 def pack_by_bitsandbytes(model: Any) -> None:

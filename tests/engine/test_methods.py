@@ -1,4 +1,4 @@
-"""QLoRA trains as one process of plain torch with bitsandbytes' own layers does, resumes exactly, and exports what it trained."""
+"""Methods train as one process of plain torch does, QLoRA as one with bitsandbytes' own layers, resume exactly, and export what they trained."""
 
 from __future__ import annotations
 
@@ -12,21 +12,29 @@ from courses import (
     ADAPTERS,
     BF16,
     CLOSE,
+    LORA,
     NEAR,
     SGD,
     Case,
     arguments_of,
     assert_follows_plain_torch,
+    full_weights,
+    largest_difference,
     parameters,
     train_all,
 )
-from ranks import run_distributed
+from ranks import leave_group, run_distributed
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 
 import toolkit as tk
 from tests.engine.test_torch_engine import save_and_resume
-from toolkit.errors import CheckpointError
+from toolkit.config.job import Lora
+from toolkit.engine.initialize import parameter_groups
+from toolkit.errors import CheckpointError, PlanError
+from toolkit.modeling.adapter_folder import load_adapter
+from toolkit.modeling.build import build_model, freeze_weights
+from toolkit.modeling.lora import apply_lora
 from toolkit.planning.plan import Plan
 
 RANKS = 2
@@ -34,6 +42,14 @@ QLORA = ADAPTERS | {"method": "qlora"}
 ROUNDED = SGD | QLORA | BF16 | {"learning_rate": 0.5, "max_grad_norm": 0.1}
 COMPILED = {"torch_compile": True, "gradient_checkpointing": 0.5, "loss": "chunked", "max_grad_norm": 0.1}
 STRATEGIES: dict[str, dict[str, Any]] = {"zero": {"stage": 2}, "ddp": {}, "fsdp2": {}}
+PATTERNS = {
+    "r": 4,
+    "init_lora_weights": "gaussian",
+    "rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 8},
+    "alpha_pattern": {"v_proj": 4},
+    "loraplus_lr_ratio": 4,
+}
+DORA = {"r": 4, "lora_alpha": 16, "use_dora": True}
 # A random number in bf16 is off by up to 2**-9 of it.
 IN_BF16 = NEAR | {"weight_tolerance": 8e-3}
 
@@ -50,7 +66,26 @@ def cases() -> dict[str, Case]:
     return made
 
 
+def kinds(**of: Any) -> dict[str, Case]:
+    """Adapters and choices of weights under one way of sharing the model."""
+    where = " ".join(map(str, of.values()))
+    made = {
+        f"ranks, LoRA+ {where}": Case(train=LORA | {"lora": PATTERNS}, **of),
+        f"rates {where}": Case(
+            train=SGD | {"learning_rates": {"layers.0": 0.1, "norm": 0.2}, "weight_decay": 0.01}, **of
+        ),
+        f"frozen {where}": Case(
+            train=SGD | {"freeze": ["embed", r"layers\.0\..*proj", "lm_head"], "max_grad_norm": 0.1}, **of
+        ),
+    }
+    if not of.get("tensor") and of.get("stage") != 3:
+        made[f"dora {where}"] = Case(train=LORA | {"lora": DORA}, **of)
+    return made
+
+
 CASES = cases()
+for _strategy, _of in (*STRATEGIES.items(), ("zero", {"stage": 3}), ("zero", {"stage": 2, "tensor": 2, "data": 1})):
+    CASES |= kinds(strategy=_strategy, **_of)
 DEFAULT = tuple(f"qlora {strategy}" for strategy in STRATEGIES)
 
 
@@ -127,3 +162,108 @@ def test_packed_weights_of_a_base_that_is_drawn_are_nowhere_to_merge_into(
     with pytest.raises(CheckpointError) as caught:
         export_checkpoint(found[0] / "ddp", tmp_path / "out", merge_adapter=True, packed=True)
     assert caught.value.codes == ("EXPORT_ADAPTER_BASE",)
+
+
+# ---- other adapters, and chosen weights -------------------------------------------------------------------------------
+
+SAVED: dict[str, dict[str, Any]] = {
+    "dora": {"method": "lora", "lora": DORA},
+    "ranks": {"method": "lora", "lora": PATTERNS},
+    "frozen": {"freeze": ["embed"], "learning_rates": {"layers.0": 0.001}},
+}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("kept")
+    tiny_model("llama").save_pretrained(folder / "model")
+    plans = {
+        f"{kind}-{strategy}": plan_of(folder / "model", strategy, **train)
+        for kind, train in SAVED.items()
+        for strategy in STRATEGIES
+    }
+    return folder, run_distributed(save_and_resume, RANKS, plans, folder, timeout_seconds=600)[0]
+
+
+@pytest.mark.full
+@pytest.mark.gloo
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", SAVED)
+def test_they_resume_exactly_and_are_exported_as_trained(
+    kind: str, strategy: str, kept: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, found = kept
+    own = found[f"{kind}-{strategy}"]
+    assert own["resumed"] == own["straight"]
+    made = tk.export(folder / f"{kind}-{strategy}", tmp_path / "out")
+    assert made.logits_difference is not None
+    assert made.logits_difference < 1e-5
+    if kind != "frozen":
+        merged = tk.export(folder / f"{kind}-{strategy}", tmp_path / "merged", merge_adapter=True)
+        assert merged.logits_difference is not None
+        assert merged.logits_difference < 1e-5
+
+
+def built(rank: int, plans: dict[str, Plan]) -> dict[str, dict[str, Any]]:
+    leave_group()
+    weights = {}
+    for name, plan in plans.items():
+        with tk.initialize(plan) as run:
+            weights[name] = full_weights(run.model, run.world)
+    return weights
+
+
+@pytest.mark.full
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", ["dora", "ranks"])
+def test_training_goes_on_from_an_adapters_folder(kind: str, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    train = SAVED[kind] | {
+        "lora": SAVED[kind]["lora"] | {"modules_to_save": ["lm_head"]} if kind == "dora" else PATTERNS
+    }
+    made = build_model(plan_of(tmp_path / "model", "ddp", **train), device=torch.device("cpu"))
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight += torch.rand_like(weight)
+    made.save_pretrained(tmp_path / "adapter")
+    own = train | {"lora": train["lora"] | {"adapter": str(tmp_path / "adapter")}}
+    plans = {strategy: plan_of(tmp_path / "model", strategy, **own) for strategy in STRATEGIES}
+    if kind == "ranks":
+        for name, parallel in {"stage 3": {"zero_stage": 3}, "tensor": {"zero_stage": 2, "tensor": 2}}.items():
+            job = plans["zero"].job.with_(parallel=parallel)
+            plans[name] = tk.resolve(job)
+    wanted = {name: weight.detach().numpy() for name, weight in made.named_parameters() if weight.requires_grad}
+    for name, weights in run_distributed(built, RANKS, plans, timeout_seconds=300)[0].items():
+        assert largest_difference(weights, wanted) < 1e-6, name
+
+
+def test_an_adapter_that_is_not_the_jobs_is_refused(tmp_path: Path) -> None:
+    model = apply_lora(tiny_model("llama"), Lora(r=4, target_modules=("q_proj",)), seed=0)
+    model.save_pretrained(tmp_path)
+    found = {}
+    for name, lora in {
+        "rank": Lora(r=8),
+        "targets": Lora(r=4, target_modules=("q_proj", "v_proj")),
+        "none": Lora(r=4, adapter=tmp_path / "none"),
+    }.items():
+        own = lora.model_copy(update={"adapter": lora.adapter or tmp_path})
+        adapted = apply_lora(tiny_model("llama"), own, seed=0)
+        with pytest.raises(PlanError) as caught:
+            load_adapter(adapted, own, own.adapter)
+        assert caught.value.codes == ("LORA_ADAPTER",)
+        found[name] = str(caught.value)
+    assert "r=4, and the job r=8" in found["rank"]
+    assert "v_proj" in found["targets"]
+    assert "cannot be read" in found["none"]
+
+
+def test_patterns_that_find_nothing_or_everything_are_refused() -> None:
+    model = tiny_model("llama")
+    for refused in (
+        lambda: freeze_weights(model, ["nothing"]),
+        lambda: parameter_groups(model, weight_decay=0.0, rate=1.0, rates={"nothing": 1.0}),
+        lambda: freeze_weights(model, ["."]),
+    ):
+        with pytest.raises(PlanError) as caught:
+            refused()
+        assert caught.value.codes == ("WEIGHTS_PATTERN",)

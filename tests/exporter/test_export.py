@@ -393,11 +393,11 @@ def test_checkpoints_that_cannot_be_exported(root: Path, tmp_path: Path) -> None
     shard.unlink()
     shard.write_bytes(content[: len(content) // 2])
     assert _codes(truncated, out) == ("EXPORT_DAMAGED",)
-    dora = _linked(checkpoints / "lora-z2", tmp_path / "dora")
-    config = json.loads((dora / "model" / "adapter_config.json").read_text())
-    (dora / "model" / "adapter_config.json").unlink()
-    (dora / "model" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    assert _codes(dora, out) == ("EXPORT_ADAPTER_KIND",)
+    other = _linked(checkpoints / "lora-z2", tmp_path / "other")
+    config = json.loads((other / "model" / "adapter_config.json").read_text())
+    (other / "model" / "adapter_config.json").unlink()
+    (other / "model" / "adapter_config.json").write_text(json.dumps(config | {"bias": "all"}))
+    assert _codes(other, out) == ("EXPORT_ADAPTER_KIND",)
     assert not out.exists()
 
 

@@ -170,3 +170,13 @@ def test_packed_weights_are_sharded_but_for_their_scales(estimator):
     assert alone - shared == near((linear / 2 + others + adapters) / 2)
     # In bf16 a weight, its two moments and DDP's bucket.
     assert replicated == near(alone - adapters + 8 * 41_943_040)
+
+
+@pytest.mark.parametrize("strategy", ["zero", "ddp", "fsdp2"])
+def test_frozen_weights_have_no_gradient_and_no_state(estimator, strategy):
+    parallel = {"strategy": strategy, **({"zero_stage": 2} if strategy == "zero" else {})}
+    whole = between_steps(estimated(estimator, parallel=parallel, gpus=1))
+    part = between_steps(estimated(estimator, parallel=parallel, gpus=1, freeze=["embed_tokens"]))
+    # Of an fp32 weight (DDP has none) and its moments; under FSDP2 the weight is then kept in bf16.
+    saved = {"zero": 12, "ddp": 4, "fsdp2": 12 - 2}[strategy]
+    assert whole - part == near(saved * 128256 * 2048)

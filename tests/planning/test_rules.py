@@ -91,6 +91,25 @@ BROKEN = [
     ("STRATEGY_UNSUPPORTED", "train.precision", "precision=fp16 under strategy=ddp", {"train": {"precision": "fp16"}, "parallel": {"strategy": "ddp"}}),
     ("STRATEGY_UNSUPPORTED", "train.optimizer", "optimizer=lion under strategy=fsdp2", {"train": {"optimizer": "lion"}, "parallel": {"strategy": "fsdp2"}}),
     ("STRATEGY_UNSUPPORTED", "train.gradient_accumulation_dtype", "gradient_accumulation_dtype=fp32 under strategy=fsdp2", {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"strategy": "fsdp2"}}),
+    *(
+        ("LORA_UNSUPPORTED", "train.lora.use_dora", part, {"model": "llama-3.1-8b", **job, "train": {"method": "lora", "lora": {"use_dora": True}, **job.get("train", {})}})
+        for part, job in {
+            "zero_stage=3": {"parallel": {"zero_stage": 3}},
+            "tensor=2": {"parallel": {"tensor": 2, "zero_stage": 2}},
+            "pipeline=2": {"parallel": {"pipeline": 2, "zero_stage": 2}},
+            "method=qlora": {"train": {"method": "qlora"}, "parallel": {"zero_stage": 2}},
+            "precision=fp8": {"train": {"precision": "fp8"}, "parallel": {"zero_stage": 2}},
+        }.items()
+    ),
+    *(
+        ("LORA_UNSUPPORTED", f"train.lora.{name}", "pipeline=2", {"model": "llama-3.1-8b", "train": {"method": "lora", "lora": {name: value}}, "parallel": {"pipeline": 2, "zero_stage": 2}})
+        for name, value in {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 4}, "loraplus_lr_ratio": 4}.items()
+    ),
+    ("LORA_ADAPTER", "train.lora.adapter", "cannot be read", {"train": {"method": "lora", "lora": {"adapter": "/nowhere"}}}),
+    ("WEIGHTS_PATTERN", "train.freeze", "not a regular expression", {"train": {"freeze": ["("]}}),
+    ("WEIGHTS_CHOICE", "train.freeze", "method=lora", {"train": {"method": "lora", "freeze": ["embed"]}}),
+    ("WEIGHTS_CHOICE", "train.freeze", "pipeline=2", {"model": "llama-3.1-8b", "train": {"freeze": ["embed"]}, "parallel": {"pipeline": 2}}),
+    ("WEIGHTS_CHOICE", "train.learning_rates", "learning_rate_scaling=linear", {"train": {"learning_rates": {"embed": 1e-6}, "learning_rate_scaling": "linear", "learning_rate_reference_batch_size": 8}}),
     ("QLORA_STAGE", "train.method", "zero_stage=3", {"train": {"method": "qlora"}, "parallel": {"zero_stage": 3}}),
     ("ESTIMATE_ONLY", "train.optimizer", "optimizer=adamw_8bit", {"train": {"optimizer": "adamw_8bit"}}),
     ("LORA_TARGETS", "train.lora.target_modules", "target_modules=q_proj, v_proj with model_type=gpt2", {"model": "gpt2", "train": {"method": "lora", "lora": {"target_modules": ["q_proj", "v_proj"]}}}),

@@ -176,6 +176,22 @@ RULES: dict[str, Rule] = {
     "train.lora.target_modules": replace(_ADAPTERS, value=_lora("target_modules")),
     "train.lora.modules_to_save": replace(_ADAPTERS, value=_lora("modules_to_save")),
     "train.lora.use_rslora": replace(_SCALE, value=_lora("use_rslora")),
+    "train.lora.use_dora": replace(_ADAPTERS, value=_lora("use_dora")),
+    "train.lora.rank_pattern": replace(_ADAPTERS, value=_lora("rank_pattern")),
+    "train.lora.alpha_pattern": replace(_SCALE, value=_lora("alpha_pattern")),
+    "train.lora.init_lora_weights": _FREE,  # the checkpoint has the adapters
+    "train.lora.adapter": _FREE,
+    "train.lora.loraplus_lr_ratio": replace(
+        _REFUSED,  # it splits the parameters into groups
+        counts=_with_adapters,
+        value=_lora("loraplus_lr_ratio"),
+        fits=lambda now, then: None not in (_lora("loraplus_lr_ratio")(now), _lora("loraplus_lr_ratio")(then)),
+    ),
+    "train.freeze": _REFUSED,
+    "train.learning_rates": replace(
+        _REFUSED,  # the same
+        fits=lambda now, then: list(now.job.train.learning_rates) == list(then.job.train.learning_rates),
+    ),
     "train.optimizer": _REFUSED,
     "train.weight_decay": replace(
         _REFUSED,  # it splits the parameters into two groups

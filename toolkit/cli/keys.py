@@ -60,6 +60,8 @@ def _word(member: Any) -> str:
         return ", ".join(map(str, get_args(member)))
     if origin is tuple:
         return f"list of {_values(get_args(member)[0])}"
+    if origin is dict and get_args(member)[1] is not Any:
+        return f"names, each with a {_values(get_args(member)[1])}"
     return _WORDS.get(origin or member, getattr(member, "__name__", str(member)).lower())
 
 

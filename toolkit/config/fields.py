@@ -117,6 +117,12 @@ def _is_capability(value: str) -> str:
     return value
 
 
+def _is_module_name(value: str) -> str:
+    if re.fullmatch(r"[\w.-]+", value) is None:
+        raise ValueError("write the name of a module, or its last parts, such as q_proj or layers.3.mlp.up_proj")
+    return value
+
+
 def reporters(value: Any) -> Any:
     """Normalise `train.report_to`: one name, a list of names or `none`, as in TrainingArguments."""
     given = [value] if isinstance(value, str) else value
@@ -146,6 +152,7 @@ Capability = Annotated[
     str, AfterValidator(_is_capability), BeforeValidator(_as_capability, json_schema_input_type=str | float)
 ]
 Word = Annotated[str, AfterValidator(_printable), BeforeValidator(_filled)]
+ModuleName = Annotated[str, AfterValidator(_is_module_name), BeforeValidator(_filled)]
 Name = Annotated[
     str, AfterValidator(_nameable), BeforeValidator(_at_home), BeforeValidator(_filled), BeforeValidator(_written)
 ]

@@ -19,6 +19,7 @@ from toolkit.config.fields import (
     Count,
     Folder,
     Fraction,
+    ModuleName,
     Name,
     NonNegativeCount,
     NonNegativeNumber,
@@ -168,6 +169,18 @@ class Lora(Section):
     """Modules that are trained whole beside the adapters, such as `lm_head`."""
     use_rslora: StrictBool = False
     """Makes the scale s = `lora_alpha` / √`r` (arXiv 2312.03732)."""
+    use_dora: StrictBool = False
+    """Learns the length of each row of W + s B A apart from its direction (DoRA, arXiv 2402.09353)."""
+    init_lora_weights: Literal["default", "gaussian"] = "default"
+    """How A begins: `default` is uniform, as peft's true; `gaussian` is normal with deviation 1 / `r`. B begins at zero."""
+    rank_pattern: dict[ModuleName, Count] = Field(default_factory=dict)
+    """Ranks of layers that have another than `r`, by their names or the last parts of them."""
+    alpha_pattern: dict[ModuleName, PositiveNumber] = Field(default_factory=dict)
+    """The same for `lora_alpha`."""
+    loraplus_lr_ratio: PositiveNumber | None = None
+    """Learning rate of B, in times of that of A (LoRA+, arXiv 2402.12354)."""
+    adapter: Folder | None = None
+    """Folder of an adapter, exported here or saved by peft, from whose weights training goes on."""
 
 
 class Fp8(Section):
@@ -237,6 +250,12 @@ class Train(Section):
     """
     learning_rate: PositiveNumber | None = None
     """Peak learning rate, reached after the warm-up."""
+    learning_rates: dict[Word, PositiveNumber] = Field(default_factory=dict)
+    """Peak learning rates of weights whose name a regular expression finds, such as `embed_tokens: 1.0e-6`; the first
+    that does counts, and the others learn at `learning_rate`. Warm-up and schedule are the same for all.
+    """
+    freeze: tuple[Word, ...] = ()
+    """Regular expressions: weights whose name one of them finds are not trained under `method: full`."""
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiplies `learning_rate` by the ratio of `train_batch_size` to `learning_rate_reference_batch_size` (`linear`,
     arXiv 1706.02677), or by its square root (`sqrt`, arXiv 1404.5997).

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -24,7 +26,7 @@ from toolkit.engine.zero3_trace import compare_within
 from toolkit.errors import PlanError, first_line, raise_all
 from toolkit.launch.build_tools import build_settings, built_with
 from toolkit.launch.builds import check_builds
-from toolkit.modeling.build import build_model
+from toolkit.modeling.build import build_model, no_weight
 from toolkit.planning.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -86,7 +88,13 @@ def initialize(
 
 def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, world: World) -> Any:
     """Wrap a built model in the engine of the plan's strategy: DeepSpeed's, or torch's DDP or FSDP2."""
-    groups = parameter_groups(model, weight_decay=plan.job.train.weight_decay)
+    groups = parameter_groups(
+        model,
+        weight_decay=plan.job.train.weight_decay,
+        rate=plan.settings.learning_rate,
+        rates=plan.job.train.learning_rates,
+        of_b=plan.job.train.adapters.loraplus_lr_ratio,
+    )
     if plan.job.parallel.strategy != "zero":
         from toolkit.engine.torch_engine import TorchEngine
 
@@ -108,22 +116,48 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
     return engine
 
 
-def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[Any]:
-    """Return the trainable parameters; with weight decay, biases and norms in a group without it.
+def parameter_groups(
+    model: nn.Module,
+    *,
+    weight_decay: float,
+    rate: float = 0.0,
+    rates: Mapping[str, float] = MappingProxyType({}),
+    of_b: float | None = None,
+) -> list[Any]:
+    """Return the trainable parameters; biases and norms apart where others decay, and weights with a rate of their own.
 
     There is one group if nothing differs: ZeRO-1 and 2 flatten and step group by group.
 
+    Args:
+        model: Built model.
+        weight_decay: That of matrices.
+        rate: Peak learning rate.
+        rates: Other peak rates, by regular expressions of which the first that finds a weight's name counts.
+        of_b: Factor of the rate of LoRA's B matrices that have no other.
+    Raises:
+        PlanError: WEIGHTS_PATTERN if a pattern finds no trained weight.
     Source:
-        transformers trainer.py get_decay_parameter_names.
+        transformers trainer.py get_decay_parameter_names; arXiv 2402.12354 (LoRA+).
     """
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not weight_decay:
+    for pattern in rates:
+        if not any(re.search(pattern, name) for name, _ in trainable):
+            raise no_weight("learning_rates", pattern, model)
+    if not (weight_decay or rates or of_b):
         return [parameter for _, parameter in trainable]
-    exempt = _names_without_decay(model)
-    decayed = [parameter for name, parameter in trainable if name not in exempt]
-    others = [parameter for name, parameter in trainable if name in exempt]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    exempt = _names_without_decay(model) if weight_decay else frozenset()
+    groups: dict[tuple[float | None, float], list[nn.Parameter]] = {}
+    for name, parameter in trainable:
+        own = next((value for pattern, value in rates.items() if re.search(pattern, name)), None)
+        if own is None and of_b is not None and re.search(r"\.lora_(embedding_)?B\.", name):
+            own = rate * of_b
+        groups.setdefault((own, 0.0 if name in exempt else weight_decay), []).append(parameter)
+    # What learns at `rate` is first: it is the rate that a run reports.
+    order = sorted(groups, key=lambda key: (key[0] is not None, key[0] or 0.0, -key[1]))
+    return [
+        {"params": groups[own, decay], "weight_decay": decay, **({} if own is None else {"lr": own})}
+        for own, decay in order
+    ]
 
 
 def _names_without_decay(model: nn.Module) -> frozenset[str]:

@@ -27,7 +27,8 @@ from toolkit.modeling.safetensors_folder import some
 ADAPTER_CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 _NAME = "default"  # peft.get_peft_model's adapter name
-_KINDS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
+_LENGTH = "lora_magnitude_vector"  # of each row, in DoRA
+_KINDS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", _LENGTH})
 _FACTOR = re.compile(rf"(?P<module>.+)\.(?P<kind>lora_\w+)\.{_NAME}(?P<rest>\.weight)?")
 
 
@@ -69,7 +70,6 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         ) from None
     variants = {
         "peft_type": config.get("peft_type", "LORA") != "LORA",
-        "use_dora": bool(config.get("use_dora")),
         "bias": config.get("bias", "none") != "none",
         "megatron_config": bool(config.get("megatron_config")),  # peft imports the module that it names
         "layer_replication": bool(config.get("layer_replication")),
@@ -95,7 +95,8 @@ def adapter_names(weights: Weights) -> dict[str, str]:
         if factor is not None:
             if factor["kind"] not in _KINDS:
                 raise CheckpointError(_unknown_kind(factor["kind"]))
-            names[f"{factor['module']}.{factor['kind']}{factor['rest'] or ''}"] = name
+            rest = "" if factor["kind"] == _LENGTH else factor["rest"] or ""
+            names[f"{factor['module']}.{factor['kind']}{rest}"] = name
         elif f".modules_to_save.{_NAME}." in name:
             names[name.replace(f".modules_to_save.{_NAME}.", ".")] = name
     if not names:
@@ -182,6 +183,8 @@ def lora_targets(adapted: nn.Module) -> dict[str, LoraTarget]:
 class MergedWeights:
     """The base model's weights with the adapter added: W + scaling · B A, computed in fp32, one at a time.
 
+    DoRA scales each row of the sum to the length that it has learned.
+
     Args:
         weights: Weights of a `peft.PeftModel`.
         targets: From `lora_targets`.
@@ -189,7 +192,7 @@ class MergedWeights:
     Raises:
         CheckpointError: EXPORT_ADAPTER_KIND, EXPORT_ADAPTER_BASE, EXPORT_ADAPTER_CONFIG, EXPORT_SHAPE.
     Source:
-        arXiv 2106.09685, eq. 3; arXiv 2312.03732 (rsLoRA).
+        arXiv 2106.09685, eq. 3; arXiv 2312.03732 (rsLoRA); arXiv 2402.09353, eq. 5 (DoRA).
     """
 
     weights: Weights
@@ -205,7 +208,8 @@ class MergedWeights:
             if factor is not None:
                 if factor["kind"] not in _KINDS:
                     raise CheckpointError(_unknown_kind(factor["kind"]))
-                self._factors.setdefault(factor["module"], {})[factor["kind"][-1]] = name
+                letter = _LENGTH if factor["kind"] == _LENGTH else factor["kind"][-1]
+                self._factors.setdefault(factor["module"], {})[letter] = name
             elif ".original_module." not in name:
                 self._origin[base_key(name)] = name
         if self.base is not None:
@@ -246,7 +250,12 @@ class MergedWeights:
         shape = self.tensors[name].shape
         if (1,) * (len(shape) - delta.dim()) + tuple(delta.shape) != shape:  # a stack of one expert: one more
             raise CheckpointError(_other_shape(name, self.tensors[name], a, b))
-        return (self._unmerged(name, torch.float32) + delta).to(dtype)
+        merged = self._unmerged(name, torch.float32) + delta
+        if _LENGTH in factors:
+            rows = 1 - target.output_dim
+            length = self.weights.read(factors[_LENGTH], torch.float32).unsqueeze(rows)
+            merged *= length / torch.linalg.norm(merged, dim=rows, keepdim=True)
+        return merged.to(dtype)
 
     def _drop_aliases(self, base: Mapping[str, StoredTensor]) -> None:
         """Forget the second name of a tied weight whose first name was left out: the engine writes it nevertheless."""
@@ -290,7 +299,7 @@ def _unknown_kind(what: str) -> Problem:
     return Problem(
         code="EXPORT_ADAPTER_KIND",
         key=what,
-        message=f"{what} is an unsupported adapter: the export supports plain LoRA and rsLoRA",
+        message=f"{what} is an unsupported adapter: the export supports LoRA, rsLoRA and DoRA",
         fix="Save it with peft's PeftModel.save_pretrained",
         source="peft, utils/save_and_load.py, get_peft_model_state_dict",
     )

@@ -8,6 +8,7 @@ the first one, and allocates after the adapters.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,10 @@ from toolkit.config.job import Fp8, Fsdp2, Kernels, Lora, Loss
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
 from toolkit.distributed.deepspeed_private import mark_leaf
 from toolkit.distributed.world import World
+from toolkit.errors import PlanError
 from toolkit.introspect import decoder_layers, tied_keys
 from toolkit.launch.packages import LIGER_KERNELS
+from toolkit.modeling.adapter_folder import load_adapter
 from toolkit.modeling.architecture import DTYPES, construct, import_architecture, model_config
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing, checkpoint_layers
 from toolkit.modeling.chunked_loss import apply_loss
@@ -59,6 +62,7 @@ class BuildOptions:
         sequence_parallel: Whether tensor ranks also hold shards of the sequence between the sharded layers.
         quantized: Whether the linear layers but the head hold NF4 (QLoRA).
         lora: LoRA section; None trains all parameters.
+        freeze: Regular expressions for the names of weights that are not trained.
         seed: Seed of the adapters.
         fp8: How the decoder layers' linear modules multiply in float8; None where they do not.
         fp8_emulated: Whether they do so without float8 kernels, as on a CPU.
@@ -74,6 +78,7 @@ class BuildOptions:
     sequence_parallel: bool = False
     quantized: bool = False
     lora: Lora | None = None
+    freeze: tuple[str, ...] = ()
     seed: int = 0
     fp8: Fp8 | None = None
     fp8_emulated: bool = False
@@ -93,6 +98,7 @@ class BuildOptions:
             "sequence_parallel": settings.sequence_parallel,
             "quantized": train.method == "qlora",
             "lora": None if train.method == "full" else train.adapters,
+            "freeze": train.freeze,
             "seed": train.seed,
             "fp8": train.float8 if settings.precision == "fp8" else None,
             "fp8_emulated": plan.on_cpu,
@@ -170,6 +176,8 @@ def build_model(
     else:
         load_pretrained(model, weights, group=dp_group, dense=dense, progress=on_progress)
     adapted = finish_model(add_adapters(model, options), options)
+    if options.lora is not None and options.lora.adapter is not None:
+        load_adapter(adapted, options.lora, options.lora.adapter, tp_group=None if world is None else world.tp_group)
     if world is not None and world.grid.size("model") > 1:
         _mark(plan, adapted, world=world)
     return adapted  # type: ignore[no-any-return]
@@ -218,9 +226,12 @@ def _build_sharded(
         places=places,
         weights=weights,
         seed=options.seed,
+        deviates=options.lora is not None and options.lora.init_lora_weights == "gaussian",
         group=world.dp_group,
         progress=on_progress,
     )
+    if options.lora is not None and options.lora.adapter is not None:
+        load_adapter(adapted, options.lora, options.lora.adapter)
     return adapted  # type: ignore[no-any-return]
 
 
@@ -230,7 +241,10 @@ def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
     options = BuildOptions.of(plan)
     if options.quantized:
         hold_in_nf4(model, dtype=options.dtype)
-    return finish_model(add_adapters(model, options), options)  # type: ignore[no-any-return]
+    adapted = finish_model(add_adapters(model, options), options)
+    if options.lora is not None and options.lora.adapter is not None:
+        load_adapter(adapted, options.lora, options.lora.adapter)
+    return adapted  # type: ignore[no-any-return]
 
 
 def construct_empty(config: PreTrainedConfig, options: BuildOptions) -> PreTrainedModel:
@@ -258,9 +272,42 @@ def shard_model(
 
 
 def add_adapters(model: PreTrainedModel, options: BuildOptions) -> Any:
-    """Return the model without a cache of keys and values, and with its adapters if it has any."""
+    """Return the model without a cache of keys and values, with its adapters if it has any, and frozen where the job says so.
+
+    Raises:
+        PlanError: WEIGHTS_PATTERN if a pattern finds no weight, or all of them are frozen; those of `apply_lora`.
+    """
     model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
+    freeze_weights(model, options.freeze)
     return model if options.lora is None else apply_lora(model, options.lora, seed=options.seed)
+
+
+def freeze_weights(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the weights whose names a regular expression finds."""
+    for pattern in patterns:
+        found = [weight for name, weight in model.named_parameters() if re.search(pattern, name)]
+        if not found:
+            raise no_weight("freeze", pattern, model)
+        for weight in found:
+            weight.requires_grad_(False)
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise PlanError.of(
+            code="WEIGHTS_PATTERN",
+            key="train.freeze",
+            message=f"freeze={', '.join(patterns)} finds every weight: nothing would be trained",
+            fix="Leave some weights out",
+        )
+
+
+def no_weight(name: str, pattern: str, model: nn.Module) -> PlanError:
+    """Return the error of a pattern that finds no weight of a model."""
+    some = [key for key, _ in model.named_parameters()][:2]
+    return PlanError.of(
+        code="WEIGHTS_PATTERN",
+        key=f"train.{name}",
+        message=f"{name} has {pattern}, which is in the name of no trained weight, such as {', '.join(some)}",
+        fix="Write a part of such a name, or a regular expression that finds it",
+    )
 
 
 def finish_model(model: Any, options: BuildOptions, *, checkpointed: Sequence[nn.Module] | None = None) -> Any:

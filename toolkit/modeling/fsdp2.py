@@ -106,6 +106,7 @@ def fill(
     places: Places,
     weights: Path | None,
     seed: int,
+    deviates: bool,
     group: dist.ProcessGroup,
     progress: Callable[[int, int], None] | None,
 ) -> None:
@@ -118,6 +119,7 @@ def fill(
         places: Where each key of the twin is in `base`.
         weights: Folder of safetensors; None to draw the weights from `seed`.
         seed: Seed of the weights that are drawn.
+        deviates: As of `draw_adapters`.
         group: The data-parallel ranks.
         progress: As of `load_pretrained`.
     """
@@ -129,12 +131,12 @@ def fill(
     else:
         load_pretrained(base, weights, group=group, dense=dense, part=part, progress=progress)
     if model is not base:
-        _fill_adapters(model, seed=seed)
+        _fill_adapters(model, seed=seed, deviates=deviates)
 
 
 @torch.no_grad()
-def _fill_adapters(model: nn.Module, *, seed: int) -> None:
-    """Fill LoRA's matrices, B with zeros, and the copies of modules that are trained whole."""
+def _fill_adapters(model: nn.Module, *, seed: int, deviates: bool) -> None:
+    """Fill LoRA's matrices, B with zeros, DoRA's lengths, and the copies of modules that are trained whole."""
     from peft.tuners.lora import Linear as LoraLinear
     from peft.utils.other import ModulesToSaveWrapper
 
@@ -144,12 +146,16 @@ def _fill_adapters(model: nn.Module, *, seed: int) -> None:
             for name in module.lora_A:
                 module.lora_B[name].weight.zero_()
                 filled |= {module.lora_A[name].weight, module.lora_B[name].weight}
+            for length in module.lora_magnitude_vector.values():
+                rows = module.get_base_layer().weight.full_tensor()
+                copy_whole(length.weight, torch.linalg.norm(rows, dim=1))
+                filled.add(length.weight)
         elif isinstance(module, ModulesToSaveWrapper):
             for copy in module.modules_to_save.values():
                 for (_, value), (_, source) in zip(_held(copy), _held(module.original_module), strict=True):
                     _copy_whole_of(source, value)
                     filled.add(value)  # type: ignore[arg-type]
-    draw_adapters(model, seed=seed)
+    draw_adapters(model, seed=seed, deviates=deviates)
     left = [name for name, value in model.named_parameters() if value.requires_grad and value not in filled]
     if left:
         raise PlanError.of(

@@ -53,6 +53,10 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
         exclude_modules=_on_other_stages(model),
         modules_to_save=list(lora.modules_to_save) or None,
         use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        init_lora_weights=True if lora.init_lora_weights == "default" else lora.init_lora_weights,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern=dict(lora.alpha_pattern),
     )
     config._register_custom_module(adapted_by())
     with torch.random.fork_rng():
@@ -72,7 +76,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
             shard_adapters(adapted)
             if isinstance(model, PartOfModel):
                 guard_part(adapted, held_part=model.held_part, tp_group=model.tensor_group)
-            draw_adapters(adapted, seed=seed)
+            draw_adapters(adapted, seed=seed, deviates=lora.init_lora_weights == "gaussian")
             return adapted
         except (ValueError, re.error) as error:
             if "lora_dropout" in str(error):

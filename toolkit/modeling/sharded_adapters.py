@@ -100,8 +100,13 @@ def _on_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
 
 
 @torch.no_grad()
-def draw_adapters(model: nn.Module, *, seed: int) -> None:
+def draw_adapters(model: nn.Module, *, seed: int, deviates: bool) -> None:
     """Draw the A matrices of linear adapters from separate seeds, so that they are the same on any number of ranks.
+
+    Args:
+        model: A `peft.PeftModel`.
+        seed: Any integer.
+        deviates: Whether they are normal, of deviation 1 / r, and not uniform.
 
     Source:
         peft tuners/lora/layer.py reset_lora_parameters.
@@ -116,7 +121,11 @@ def draw_adapters(model: nn.Module, *, seed: int) -> None:
         # FSDP2's shards are fp32: without it the adapters would have the dtype of what they adapt.
         of_base = getattr(base, "compute_dtype", base.weight.dtype)  # packed weights are integers
         dtype = of_base if is_dtensor(weight) else weight.dtype
-        dense = nn.init.kaiming_uniform_(torch.empty(shape, dtype=dtype, device=weight.device), a=5**0.5)
+        dense = torch.empty(shape, dtype=dtype, device=weight.device)
+        if deviates:
+            nn.init.normal_(dense, std=1 / shape[0])
+        else:
+            nn.init.kaiming_uniform_(dense, a=5**0.5)
         if cut is None:
             copy_whole(weight, dense)
         else:

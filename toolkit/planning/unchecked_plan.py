@@ -88,8 +88,10 @@ class UncheckedPlan:
 
 
 def trainable_parameters(job: Job, model: ModelSpec) -> int | None:
-    """Return the trained parameters: the model's, or the adapters'; None where the architecture is unknown."""
+    """Return the trained parameters: the model's, or the adapters'; None where only building the model can tell."""
     if job.train.method == "full":
-        return model.num_parameters
+        return None if job.train.freeze else model.num_parameters
     lora = job.train.adapters
+    if lora.rank_pattern or lora.use_dora:
+        return None
     return count_lora_parameters(model.config, r=lora.r, target_modules=lora.target_modules)

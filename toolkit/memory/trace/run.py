@@ -100,7 +100,8 @@ def trace_model(
     Raises:
         PlanError: TRACE_FAILED; and what `build_model`, `apply_tensor_parallel` and `split_model` raise.
     """
-    if not all_layers and not collects_router_logits(config):
+    differs = bool(spec.freeze) or (spec.lora is not None and bool(spec.lora.rank_pattern))  # layers, by their names
+    if not all_layers and not differs and not collects_router_logits(config):
         traced = trace_once(spec, config, part=part, all_layers=False)
         if traced is not None:
             return traced

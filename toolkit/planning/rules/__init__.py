@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from toolkit.errors import Problem
 from toolkit.planning.rules import (
+    adapters,
     data,
     deepspeed,
     fp8,
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     *pipeline.RULES,
     *zero.RULES,
     *training.RULES,
+    *adapters.RULES,
     *fp8.RULES,
     *kernels.RULES,
     *data.RULES,

@@ -90,6 +90,7 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
     yield from _own_loop_problems(draft, consumer)
     yield from _cpu_problems(draft, consumer)
     yield from _option_problems(draft, consumer)
+    yield from _group_problems(draft, consumer)
     yield from _loss_problems(draft, consumer)
     if consumer == "trainer" and train.lr_scheduler_type == "polynomial" and _is_all_warmup(draft.settings):
         yield Problem(
@@ -118,6 +119,24 @@ def _own_loop_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]
                 key=f"train.{name}",
                 message=f"{name} is acted on by our training loop, not by {NAMES[consumer]}",
                 fix=f"Leave it out, with Trainer's own callbacks or functions in your script, or {OWN}",
+            )
+
+
+def _group_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
+    """Yield rates of their own, by which our engine's optimizer groups the weights."""
+    train = draft.job.train
+    given = {
+        "train.learning_rates": train.learning_rates,
+        "train.lora.loraplus_lr_ratio": train.lora and train.lora.loraplus_lr_ratio,
+    }
+    for key, value in given.items():
+        if value:
+            yield Problem(
+                code="INTEGRATION_LEARNING_RATE",
+                key=key,
+                message=f"{key.rpartition('.')[2]} groups the weights in our engine: {NAMES[consumer]} makes its own optimizer",
+                fix=f"Leave it out, with parameter groups in your script, or {OWN}",
+                source="transformers trainer.py create_optimizer",
             )
 
 

@@ -1,0 +1,131 @@
+"""What goes with adapters of each kind, and with weights that are frozen or learn at a rate of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.job import Lora
+from toolkit.errors import Problem, first_line
+from toolkit.io import read_plain_object
+from toolkit.planning.unchecked_plan import UncheckedPlan
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+# Keys of an adapter's configuration that the job must have as well, by the values that peft takes where it has none.
+_OF_BOTH: dict[str, Any] = {
+    "r": 8,
+    "lora_alpha": 8,
+    "use_rslora": False,
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+
+
+def adapter_folder_problems(lora: Lora) -> Iterator[Problem]:
+    """Yield what in the folder from which adapters go on is not the job's."""
+    if lora.adapter is None:
+        return
+    try:
+        config = read_plain_object(lora.adapter, ADAPTER_CONFIG)
+    except (OSError, ValueError) as error:
+        yield _of_folder(lora.adapter, f"{ADAPTER_CONFIG} cannot be read: {first_line(error)}")
+        return
+    for key, default in _OF_BOTH.items():
+        theirs, ours = config.get(key, default), getattr(lora, key)
+        if theirs != ours:
+            yield _of_folder(lora.adapter, f"it has {key}={theirs}, and the job {key}={ours}")
+
+
+def _of_folder(folder: Path, why: str) -> Problem:
+    return Problem(
+        code="LORA_ADAPTER",
+        key="train.lora.adapter",
+        message=f"adapter={folder} is not an adapter of this job: {why}",
+        fix="Set train.lora as that adapter was trained, or name another folder",
+        source="peft tuners/lora/config.py",
+    )
+
+
+def adapter_kinds(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse DoRA and ranks by pattern where they cannot be carried exactly, and an adapter's folder that is not the job's."""
+    train, parallel = draft.job.train, draft.job.parallel
+    if train.method == "full" or train.lora is None:
+        return
+    if train.lora.use_dora:
+        refused = {
+            "train.method": ("qlora", train.method == "qlora", "it takes norms of whole weights, which are packed in 4 bits"),
+            "train.precision": ("fp8", draft.settings.precision == "fp8", "it takes norms of weights that fp8 keeps rounded"),
+            "parallel.tensor": (parallel.tensor, parallel.tensor > 1, "a norm spans the shards of a weight"),
+            "parallel.pipeline": (parallel.pipeline, parallel.pipeline > 1, "it has not been compared with an unsplit model"),
+            "parallel.zero_stage": (
+                3,
+                draft.settings.zero_stage == 3 and parallel.strategy == "zero",
+                "its norms read weights outside of the layers for which DeepSpeed gathers them",
+            ),
+        }  # fmt: skip
+        for key, (value, applies, why) in refused.items():
+            if applies:
+                yield _refused("use_dora", "true", key, value, why)
+    for name in ("rank_pattern", "alpha_pattern"):
+        if getattr(train.lora, name) and parallel.pipeline > 1:
+            why = "a stage has other layers than the pattern counts"
+            yield _refused(name, "…", "parallel.pipeline", parallel.pipeline, why)
+    if train.lora.loraplus_lr_ratio is not None and parallel.pipeline > 1:
+        why = "stages would have different groups of weights"
+        yield _refused("loraplus_lr_ratio", train.lora.loraplus_lr_ratio, "parallel.pipeline", parallel.pipeline, why)
+    yield from adapter_folder_problems(train.lora)
+
+
+def _refused(name: str, value: Any, key: str, other: Any, why: str) -> Problem:
+    return Problem(
+        code="LORA_UNSUPPORTED",
+        key=f"train.lora.{name}",
+        message=f"{name}={value} with {key.rpartition('.')[2]}={other}: {why}",
+        fix=f"Remove train.lora.{name}, or change {key}",
+    )
+
+
+def chosen_weights(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse patterns that are none, or that choose weights of a model in parts or of a kind that is frozen anyway."""
+    train, parallel = draft.job.train, draft.job.parallel
+    for name in ("freeze", "learning_rates"):
+        patterns = getattr(train, name)
+        if not patterns:
+            continue
+        key = f"train.{name}"
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield Problem(
+                    code="WEIGHTS_PATTERN",
+                    key=key,
+                    message=f"{name} has {pattern}, which is not a regular expression: {error}",
+                    fix=r"Write a part of the weights' names, such as embed_tokens or layers\.[0-3]",
+                )
+        if parallel.pipeline > 1:
+            yield _unchosen(
+                key,
+                f"{name} with pipeline={parallel.pipeline}: a stage may have no such weight",
+                "parallel.pipeline to 1",
+            )
+    if train.freeze and train.method != "full":
+        yield _unchosen(
+            "train.freeze",
+            f"freeze with method={train.method}: all weights but the adapters are frozen",
+            "train.method to full",
+        )
+    if train.learning_rates and train.learning_rate_scaling != "none":
+        what = f"learning_rates with learning_rate_scaling={train.learning_rate_scaling}, which scales one rate"
+        yield _unchosen("train.learning_rates", what, "train.learning_rate_scaling to none")
+
+
+def _unchosen(key: str, message: str, instead: str) -> Problem:
+    return Problem(code="WEIGHTS_CHOICE", key=key, message=message, fix=f"Remove {key}, or set {instead}")
+
+
+RULES = (adapter_kinds, chosen_weights)
