@@ -135,6 +135,7 @@ BROKEN = [
     ("EVAL_WITHOUT_DATA", "train.per_device_eval_batch_size", "5", {"train": {"per_device_eval_batch_size": 5}, "data": {"train": "org/set"}}),
     ("EVAL_WITHOUT_DATA", "train.load_best_model_at_end", "true", {"train": {"load_best_model_at_end": True}}),
     ("EVAL_WITHOUT_DATA", "train.early_stopping_patience", "3", {"train": {"early_stopping_patience": 3}}),
+    ("EVAL_WITHOUT_DATA", "train.samples", "samples=…", {"train": {"samples": {"prompts": ["Once"]}}}),
     ("BEST_UNUSED", "train.metric_for_best_model", "loss", {"train": {"metric_for_best_model": "loss"}}),
     ("BEST_UNUSED", "train.greater_is_better", "false", {"train": {"greater_is_better": False}}),
     ("BEST_UNUSED", "train.early_stopping_threshold", "0.1", {"train": {"early_stopping_threshold": 0.1, "load_best_model_at_end": True}, "data": {"train": "org/set", "validation_fraction": 0.1}}),

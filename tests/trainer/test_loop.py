@@ -153,6 +153,7 @@ WATCHED = {
     "compute_metrics": "hooks_of_the_loop_test:metrics",
     "load_best_model_at_end": True,
     "early_stopping_patience": 2,
+    "samples": {"prompts": ["The"], "max_new_tokens": 2},
     "max_steps": 30,
 }
 
@@ -180,6 +181,8 @@ def _check_watched(root: Path, results: dict[str, Any], name: str) -> None:
     for folder, result in ((root / name, whole), (root / f"{name}-parts", second)):
         assert {path.name for path in list_checkpoints(folder)} == {f"checkpoint-{best}", f"checkpoint-{whole.step}"}
         assert result.best_checkpoint == folder / f"checkpoint-{best}"
+        written = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        assert [(line["step"], line["prompt"]) for line in written] == [(step, "The") for step in range(whole.step + 1)]
     assert (again.step, again.loss, again.best_checkpoint) == (whole.step, None, whole.best_checkpoint)
     assert curve(root / f"{name}-parts") == curve(root / name)
 

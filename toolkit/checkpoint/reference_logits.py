@@ -40,12 +40,12 @@ def record_probe(run: Run, folder: Path) -> None:
         for _, outputs in run.outputs([{"input_ids": ids_BS}]):
             if outputs is None:
                 continue
-            logits_BSV = _whole(run, outputs.logits)
+            logits_BSV = whole_logits(run, outputs.logits)
             if run.world.coordinate.dp == run.world.coordinate.tp == 0:
                 save_file({"input_ids": ids_BS, "logits": logits_BSV.float().cpu().contiguous()}, folder / PROBE)
 
 
-def _whole(run: Run, logits_BSV: torch.Tensor) -> torch.Tensor:
+def whole_logits(run: Run, logits_BSV: torch.Tensor) -> torch.Tensor:
     """Join the ranks' logits if the vocabulary is sharded."""
     model: Any = run.model
     head = model.get_output_embeddings()

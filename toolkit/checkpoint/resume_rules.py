@@ -257,7 +257,7 @@ RULES: dict[str, Rule] = {
     **_each(
         _TOLD, "train", "eval_on_start compute_metrics load_best_model_at_end metric_for_best_model greater_is_better"
     ),
-    **_each(_TOLD, "train", "early_stopping_patience early_stopping_threshold"),
+    **_each(_TOLD, "train", "early_stopping_patience early_stopping_threshold samples"),
     # Location and length of the run.
     "train.output_dir": _FREE,
     **_each(_FREE, "cluster", "gpu host_memory_gib nvme_path master_port transformers kernel_packages"),

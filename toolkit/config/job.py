@@ -193,6 +193,15 @@ class Fp8(Section):
     """
 
 
+class Samples(Section):
+    """Texts that the model writes at each evaluation."""
+
+    prompts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    """Texts that the model continues, tokenised as they are written: with the marks of a chat where it needs them."""
+    max_new_tokens: Count = 32
+    """Most tokens that are written after a prompt; each takes a forward pass of every rank."""
+
+
 class Train(Section):
     """How to train; what is left out, the plan decides and explains."""
 
@@ -289,6 +298,8 @@ class Train(Section):
     evaluation, and returns a mapping of names to (total, count): the metric is the total over the count, each summed
     over batches and ranks.
     """
+    samples: Samples | None = None
+    """Prompts that the model continues at each evaluation, greedily, into samples.jsonl in output_dir."""
     load_best_model_at_end: StrictBool = False
     """Exports the checkpoint whose `metric_for_best_model` was best, which is also kept when others are deleted."""
     metric_for_best_model: Word | None = None

@@ -41,7 +41,7 @@ def guard_output(plan: Plan, *, resuming: bool, overwrite: bool) -> None:
     folder = plan.output_dir
     if resuming or not overwrite or not held_output(folder):
         return
-    for name in (*held_output(folder), "export", "tensorboard"):
+    for name in (*held_output(folder), "export", "tensorboard", "samples.jsonl"):
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)

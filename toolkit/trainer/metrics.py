@@ -25,15 +25,16 @@ METRICS = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Writer of `output_dir/metrics.jsonl`, on rank 0 only.
+    """Writer of a file of `output_dir` with one JSON object a line, on rank 0 only.
 
     Args:
         plan: Resolved plan, with the folder.
         resumed_step: Step of the checkpoint; lines of later steps are dropped.
+        name: Name of the file.
     """
 
-    def __init__(self, plan: Plan, *, resumed_step: int) -> None:
-        self.path = plan.output_dir / METRICS
+    def __init__(self, plan: Plan, *, resumed_step: int, name: str = METRICS) -> None:
+        self.path = plan.output_dir / name
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _drop_after(self.path, resumed_step)
         self._file = self.path.open("a", encoding="utf-8")

@@ -26,6 +26,8 @@ from toolkit.trainer.checks import check_stop_after
 from toolkit.trainer.memory_check import compare_memory
 from toolkit.trainer.metrics import Meter, MetricsWriter
 from toolkit.trainer.progress import Reporter
+from toolkit.trainer.samples import FILE as SAMPLES
+from toolkit.trainer.samples import Samples, shown_text
 from toolkit.trainer.trackers import Trackers
 from toolkit.units import format_seconds
 
@@ -79,9 +81,11 @@ class Session:
         self.batches = run.loader(data.train)
         self.meter = Meter(self.plan, run.memory)
         self.metrics: MetricsWriter | None = None
+        self.written: MetricsWriter | None = None
         self.trackers: Trackers | None = None
         self.last_loss: float | None = None
         self.best = Best(self.plan, run.state)
+        self.samples = Samples(run, tokenizer)
         self.window = torch.zeros((), dtype=torch.float64, device=run.world.device)
 
     @property
@@ -97,6 +101,8 @@ class Session:
         if run.world.is_main:  # drops an earlier session's later steps, so only after the check
             remove_leftovers(self.plan.output_dir)
             self.metrics = MetricsWriter(self.plan, resumed_step=run.step_count)
+            if self.samples.prompts:
+                self.written = MetricsWriter(self.plan, resumed_step=run.step_count, name=SAMPLES)
             self.trackers = Trackers(self.plan, run.state, resumed_step=run.step_count, say=self.reporter.say)
         self.reporter.start(done=run.step_count, total=self.num_steps)
         started_at = logged_at = run.step_count
@@ -130,8 +136,9 @@ class Session:
                 if run.step_count == run.num_steps and logged_at > started_at and not run.should_stop:
                     self._compare_memory()
         finally:
-            if self.metrics is not None:
-                self.metrics.close()
+            for writer in (self.metrics, self.written):
+                if writer is not None:
+                    writer.close()
             if self.trackers is not None:
                 self.trackers.close()
         return self.result(self.plan.output_dir / checkpoint_name(run.step_count))
@@ -210,8 +217,21 @@ class Session:
         self._write({"step": self.run.step_count, **self.run.metrics, "eval_seconds": seconds})
         others = "".join(f", {name} {value:.4f}" for name, value in self.run.metrics.items() if name != "eval_loss")
         self.reporter.say(f"step {self.run.step_count}: validation loss {loss:.4f}{others} ({format_seconds(seconds)})")
+        self._sample()
         self.meter.skip()
         return True
+
+    def _sample(self) -> None:
+        """Write what the model makes of the job's prompts, on rank 0."""
+        if not self.samples.prompts:
+            return
+        texts = self.samples.write()
+        self.run.memory.end("evaluation")
+        if self.written is None:
+            return
+        for prompt, text in zip(self.samples.prompts, texts, strict=True):
+            self.written.write({"step": self.run.step_count, "prompt": prompt, "completion": text})
+        self.reporter.say(f"step {self.run.step_count}: {shown_text(self.samples.prompts[0])} → {shown_text(texts[0])}")
 
     def _until_asked(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield batches until a rank is asked to stop: a scheduler does not wait for the end of an evaluation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.catalog.parameters import names_without_target
-from toolkit.config.job import Job
+from toolkit.config.job import Job, Samples
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
@@ -175,7 +175,7 @@ def evaluation(draft: UncheckedPlan) -> Iterator[Problem]:
         return
     for key in (
         *("eval_steps", "per_device_eval_batch_size", "eval_on_start", "compute_metrics"),
-        *("load_best_model_at_end", "early_stopping_patience"),
+        *("load_best_model_at_end", "early_stopping_patience", "samples"),
     ):
         if getattr(train, key):
             yield Problem(
@@ -187,6 +187,8 @@ def evaluation(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, Samples):
+        return "…"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
