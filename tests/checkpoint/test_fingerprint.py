@@ -64,6 +64,16 @@ def test_sources_are_known_by_the_content_of_their_files(files: Path) -> None:
     assert _problems(then, then, recorded) == [("CHECKPOINT_DATA", "data.sources")]
 
 
+def test_a_function_is_known_by_the_text_of_its_module(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(files))
+    (files / "my_function.py").write_text("def kept(record): return record")
+    job = _job(train=str(files / "a.jsonl"), preprocess="my_function:kept")
+    recorded = identify(job)
+    assert _problems(job, job, recorded) == []
+    (files / "my_function.py").write_text("def kept(record): return None")
+    assert _problems(job, job, recorded) == [("CHECKPOINT_DATA", "data.preprocess")]
+
+
 def test_a_chat_template_is_known_by_content_or_by_its_name(files: Path) -> None:
     path = files / "chat.jinja"
     path.write_text("{{ messages }}")

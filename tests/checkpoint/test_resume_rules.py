@@ -55,6 +55,11 @@ def _zero(**values: Any) -> dict[str, Any]:
     return {"deepspeed": {"zero_optimization": values}}
 
 
+def _data(**values: Any) -> Any:
+    then, now = ({key: pair[at] for key, pair in values.items()} for at in (0, 1))
+    return {"data": {"train": "a.jsonl", **then}}, {"data": {"train": "a.jsonl", **now}}
+
+
 # Key -> what the checkpoint's job says, and the job that goes on. Of keys told, then of keys refused.
 Pair = tuple[dict[str, Any], dict[str, Any]]
 TOLD: dict[str, Pair] = {
@@ -110,6 +115,10 @@ TOLD: dict[str, Pair] = {
     "deepspeed.wall_clock_breakdown": ({}, {"deepspeed": {"wall_clock_breakdown": True}}),
 }
 REFUSED: dict[str, Pair] = {
+    "data.system_prompt": _data(system_prompt=("Be long.", "Be brief.")),
+    "data.long_rows": _data(long_rows=("split", "drop")),
+    "data.group_by_length": _data(packing=("none", "none"), group_by_length=(False, True)),
+    "data.preprocess": _data(preprocess=("my_records:all", "my_records:kept")),
     "data.sources": (
         {"data": {"sources": [{"path": "a.jsonl"}]}},
         {"data": {"sources": [{"path": "a.jsonl", "weight": 2.0, "max_rows": 3}]}},

@@ -51,9 +51,9 @@ CALLING = [
 ]
 
 
-def run(tokenizer: Any, loss_on: str, *records: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+def run(tokenizer: Any, loss_on: Any, *records: dict[str, Any], **options: Any) -> list[tuple[list[int], list[int]]]:
     batch = {name: [record[name] for record in records] for name in records[0]}
-    tokeniser = Tokeniser(tokenizer=tokenizer, format="messages", loss_on=loss_on)
+    tokeniser = Tokeniser(tokenizer=tokenizer, format="messages", loss_on=loss_on, **options)
     out = tokeniser(batch, list(range(len(records))))
     return list(zip(out["input_ids"], out["targets"], strict=True))
 
@@ -258,3 +258,37 @@ def test_tools_that_are_none(tokenizer: Any) -> None:
             run(tokenizer, "all", {"messages": CHAT, "tools": tools})
     for tools in ("", [], None):
         assert run(tokenizer, "all", {"messages": CHAT, "tools": tools}) == run(tokenizer, "all", {"messages": CHAT})
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED])
+def test_the_last_answer_alone(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    chats = [CHAT, [*CHAT, {"role": "user", "content": "Thanks"}], [*CHAT[:3], {**CHAT[3], "weight": 0}]]
+    found = [counted(tokenizer, run(tokenizer, "last_assistant", {"messages": chat})[0]) for chat in chats]
+    assert found == ["An immutable one.<eos>\n", "An immutable one.<eos>\n", "A mutable sequence.<eos>\n"]
+    asked = [CHAT[0], {**CHAT[1], "train": True}, *CHAT[2:]]
+    with pytest.raises(DataError, match=r"messages\[1\].train=true asks to train on a message that is not the last"):
+        run(tokenizer, "last_assistant", {"messages": asked})
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED])
+def test_the_roles_that_are_listed(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT[:2], {**CHAT[2], "weight": 0}, CHAT[3]]
+    said = counted(tokenizer, run(tokenizer, ("user", "assistant"), {"messages": chat})[0])
+    assert said == "<|user|>What is a list?<eos>\nA mutable sequence.<eos>\nAn immutable one.<eos>\n"
+    assert run(tokenizer, ("assistant",), {"messages": chat}) == run(tokenizer, "assistant", {"messages": chat})
+    (document,) = run(tokenizer, ("tool",), {"messages": chat})
+    assert counted(tokenizer, document) == ""
+
+
+def test_a_system_prompt_where_there_is_none(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    own = [{"role": "system", "content": "Mine."}, *CHAT]
+    given, kept = run(tokenizer, "assistant", {"messages": CHAT}, {"messages": own}, system_prompt="Be\nbrief.")
+    assert tokenizer.decode(given[0]).startswith("<|system|>Be\nbrief.<eos>\n<|user|>What is a list?")
+    assert tokenizer.decode(kept[0]).startswith("<|system|>Mine.<eos>\n<|user|>")
+    assert counted(tokenizer, given) == counted(tokenizer, kept) == "A mutable sequence.<eos>\nAn immutable one.<eos>\n"
+    tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match=r"leaves out messages\[0\].content"):
+        run(tokenizer, "all", {"messages": CHAT}, system_prompt="Be brief.")

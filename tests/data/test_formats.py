@@ -94,3 +94,26 @@ def test_a_chat_template_that_is_no_text(tokenizer: Any) -> None:
         check_tokenizer(tokenizer, format_="messages", loss_on="all")
     assert caught.value.codes == ("TOKENIZER_INVALID",)
     check_tokenizer(tokenizer, format_="text", loss_on="all")
+
+
+def test_tokens_are_taken_as_they_are(tokenizer: Any) -> None:
+    plain = run(tokenizer, "tokens", "all", {"input_ids": [5, 6, 7]}, {"input_ids": []})
+    assert plain == [([5, 6, 7], [1, 1, 1]), ([], [])]
+    labelled = {"input_ids": [5, 6, 7, 1], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]}
+    assert run(tokenizer, "tokens", "all", labelled) == [([5, 6, 7], [0, 1, 1])]
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"input_ids": "5 6"}, "input_ids is a string, not a list"),
+        ({"input_ids": [5, True]}, "an item that is not a whole number"),
+        ({"input_ids": [5, -1]}, "a number that is no token id"),
+        ({"input_ids": [5, 6], "labels": [6]}, "labels is not a list of as many"),
+        ({"input_ids": [5, 6], "labels": [6, -100]}, "labels are not shifted"),
+        ({"input_ids": [5, 6], "attention_mask": [1, 2]}, r"attention_mask\[1\] is 2"),
+    ],
+)
+def test_tokens_that_are_none(tokenizer: Any, record: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        run(tokenizer, "tokens", "all", record)

@@ -172,3 +172,28 @@ def test_what_the_thread_raises_reaches_the_caller() -> None:
     with pytest.raises(DataError, match="broken"):
         next(stream)
     assert fetching() == []
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 400), st.integers(1, 6), st.integers(0, 5))
+def test_grouped_by_length_an_epoch_has_every_row_and_a_step_similar_ones(rows: int, size: int, seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 1000, rows)
+    order = EpochOrder(rows, seed=seed, lengths=lengths, train_batch_size=size)
+    stream = order.slice(0, 3 * rows)
+    for epoch in range(3):
+        assert sorted(stream[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+    middle = rows + rows // 2  # a resume asks for later steps alone
+    assert (
+        EpochOrder(rows, seed=seed, lengths=lengths, train_batch_size=size).slice(middle, 2 * rows)
+        == stream[middle : 2 * rows]
+    )
+
+
+def test_grouped_steps_differ_little_in_length_and_come_in_any_order() -> None:
+    lengths = np.arange(200)
+    steps = np.array(EpochOrder(200, seed=3, lengths=lengths, train_batch_size=4).slice(200, 400)).reshape(50, 4)
+    assert (np.ptp(steps, axis=1) == 3).all()  # all 50 steps are one group
+    assert not (np.diff(steps[:, 0]) < 0).all()
+    padded = 40
+    odd = np.array(EpochOrder(203, seed=3, lengths=np.arange(203), train_batch_size=4).slice(0, 4 * padded))
+    assert np.median(np.ptp(odd.reshape(padded, 4), axis=1)) <= 5

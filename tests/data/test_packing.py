@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.packing import PackedDataset, separate, truncate, wrap
+from toolkit.data.packing import PackedDataset, pack, separate, split
 from toolkit.data.store import TokenStore
 
 PAD = 0
@@ -29,12 +29,15 @@ def store(lengths: list[int], targets: list[int] | None = None) -> TokenStore:
     )
 
 
-def pack(lengths: list[int], packing: Any, size: int = 8, targets: list[int] | None = None) -> PackedDataset:
-    return PackedDataset(store(lengths, targets), packing=packing, sequence_length=size, pad_token_id=PAD)
+def packed(
+    lengths: list[int], packing: Any, size: int = 8, targets: list[int] | None = None, long_rows: Any = None
+) -> PackedDataset:
+    options = {"sequence_length": size, "pad_token_id": PAD, "long_rows": long_rows}
+    return PackedDataset(store(lengths, targets), packing=packing, **options)
 
 
 def test_wrapped_cuts_the_joined_documents() -> None:
-    dataset = pack([3, 7, 2, 9], "wrapped")
+    dataset = packed([3, 7, 2, 9], "wrapped")
     assert [row["input_ids"].tolist() for row in dataset] == [list(range(1, 9)), list(range(9, 17))]
     assert dataset[1]["labels"].tolist() == [-100, *range(10, 17)]
     assert set(dataset[0]) == {"input_ids", "labels"}
@@ -44,7 +47,7 @@ def test_wrapped_cuts_the_joined_documents() -> None:
 
 
 def test_separated_fits_whole_documents_and_restarts_positions() -> None:
-    dataset = pack([3, 7, 5, 19, 1], "separated")
+    dataset = packed([3, 7, 5, 19, 1], "separated")
     rows = [row["input_ids"].tolist() for row in dataset]
     assert rows == [
         [1, 2, 3, *range(11, 16)],
@@ -64,14 +67,14 @@ def test_separated_fits_whole_documents_and_restarts_positions() -> None:
 
 
 def test_none_truncates_each_document() -> None:
-    dataset = pack([3, 12], "none")
+    dataset = packed([3, 12], "none")
     assert [row["input_ids"].tolist() for row in dataset] == [[1, 2, 3], list(range(4, 12))]
     report = dataset.report
     assert (report.truncated, report.dropped_tokens, report.padding_fraction) == (1, 4, 1 - 11 / 16)
 
 
 def test_rows_without_targets_are_dropped_and_counted() -> None:
-    dataset = pack([10, 4, 2], "none", targets=[0] * 9 + [1] + [1, 0, 0, 1] + [1, 0])
+    dataset = packed([10, 4, 2], "none", targets=[0] * 9 + [1] + [1, 0, 0, 1] + [1, 0])
     assert [row["input_ids"].tolist() for row in dataset] == [[11, 12, 13, 14]]
     report = dataset.report
     assert (report.dropped_sequences, report.sequences, report.target_tokens, report.dropped_tokens) == (2, 1, 1, 12)
@@ -80,14 +83,14 @@ def test_rows_without_targets_are_dropped_and_counted() -> None:
 @pytest.mark.parametrize("index", [-1, 2])
 def test_a_row_that_does_not_exist(index: int) -> None:
     with pytest.raises(IndexError):
-        pack([8, 8], "wrapped")[index]
+        packed([8, 8], "wrapped")[index]
 
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(2, 24), st.sampled_from(["wrapped", "separated", "none"]), st.randoms())
 def test_every_packing_keeps_its_promises(lengths: list[int], size: int, packing: Any, random: Any) -> None:
     targets = [random.randint(0, 1) for _ in range(sum(lengths))]
-    dataset = pack(lengths, packing, size, targets)
+    dataset = packed(lengths, packing, size, targets)
     rows = list(dataset)
     kept = [token for row in rows for token in row["input_ids"].tolist() if token != PAD]
     report = dataset.report
@@ -107,7 +110,7 @@ def test_every_packing_keeps_its_promises(lengths: list[int], size: int, packing
 @given(LENGTHS, st.integers(2, 24))
 def test_separated_loses_nothing_and_splits_only_what_is_longer_than_a_row(lengths: list[int], size: int) -> None:
     offsets = store(lengths).offsets
-    pieces = separate(offsets, size)
+    pieces = separate(*split(offsets, size), size)
     covered = sorted(zip(pieces.starts.tolist(), pieces.stops.tolist(), strict=True))
     expected = [
         (start, min(start + size, int(stop)))
@@ -123,5 +126,47 @@ def test_separated_loses_nothing_and_splits_only_what_is_longer_than_a_row(lengt
 
 def test_no_documents_make_no_rows() -> None:
     offsets = np.zeros(1, np.int64)
-    for packer in (wrap, separate, truncate):
-        assert packer(offsets, 8).rows.tolist() == [0]
+    for packing in ("wrapped", "separated", "none"):
+        for long_rows in ("split", "truncate", "drop"):
+            assert pack(offsets, 8, packing=packing, long_rows=long_rows).rows.tolist() == [0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("packing", "long_rows", "rows"),
+    [
+        ("none", "split", [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15, 16]]),
+        ("none", "drop", [[1, 2, 3], [15, 16]]),
+        ("separated", "truncate", [[1, 2, 3, 15, 16, 0, 0, 0], [4, 5, 6, 7, 8, 9, 10, 11]]),
+        ("separated", "drop", [[1, 2, 3, 15, 16, 0, 0, 0]]),
+        ("wrapped", "truncate", [[1, 2, 3, 4, 5, 6, 7, 8]]),
+        ("wrapped", "split", [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16]]),
+    ],
+)
+def test_what_becomes_of_a_document_longer_than_a_row(packing: Any, long_rows: Any, rows: list[list[int]]) -> None:
+    dataset = packed([3, 11, 2], packing, long_rows=long_rows)
+    assert [row["input_ids"].tolist() for row in dataset] == rows
+    report = dataset.report
+    assert report.dropped_long == (long_rows == "drop")
+    assert report.tokens + report.dropped_tokens == 16
+    assert dataset.row_tokens.tolist() == [sum(token != PAD for token in row) for row in rows]
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(2, 24), st.sampled_from(["truncate", "drop"]), st.randoms())
+def test_wrapped_rows_are_the_stream_of_what_is_left(
+    lengths: list[int], size: int, long_rows: Any, random: Any
+) -> None:
+    targets = [random.randint(0, 1) for _ in range(sum(lengths))]
+    offsets = store(lengths).offsets.tolist()
+    stream: list[int] = []
+    for begin, stop in itertools.pairwise(offsets):
+        if stop - begin <= size or long_rows == "truncate":
+            stream += range(begin + 1, min(stop, begin + size) + 1)
+    expected = [stream[at : at + size] for at in range(0, len(stream) // size * size, size)]
+    dataset = packed(lengths, "wrapped", size, targets, long_rows)
+    kept = [row for row in expected if any(targets[token - 1] for token in row[1:])]
+    assert [row["input_ids"].tolist() for row in dataset] == kept
+    for row in dataset:
+        labels = [token if targets[token - 1] and at else -100 for at, token in enumerate(row["input_ids"].tolist())]
+        assert row["labels"].tolist() == labels
+    assert dataset.report.target_tokens == sum(int((row["labels"] != -100).sum()) for row in dataset)

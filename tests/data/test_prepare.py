@@ -398,3 +398,23 @@ def test_columns_that_nothing_reads_are_named(write: Writer, build: Any, texts: 
     write([{"prompt": text, "input": "more", "completion": "x", "id": 3} for text in texts])
     (warning,) = build(Data(train="train.jsonl", packing="none")).warnings
     assert "train.jsonl: the column input is not used" in warning
+
+
+def test_a_long_document_is_refused_by_its_place(write: Writer, build: Any, texts: list[str]) -> None:
+    write([{"text": "short"}, {"text": "x" * 99}, {"text": "y" * 150}])
+    with pytest.raises(DataError, match=r"record at line 2 has .* as 1 more do, the longest") as error:
+        build(Data(train="train.jsonl", packing="none", long_rows="refuse"))
+    assert error.value.codes == ("DATA_LONG_ROWS",)
+    assert build(Data(train="train.jsonl", packing="none", long_rows="drop")).train.report.dropped_long == 2
+
+
+def test_tokens_and_texts_are_the_same_rows(write: Writer, build: Any, tokenizer: Any, texts: list[str]) -> None:
+    write([{"text": text} for text in texts], "a.jsonl")
+    ids = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts]
+    write([{"input_ids": each, "labels": [-100, *each[1:]]} for each in ids], "b.jsonl")
+    one, other = (build(Data(train=name, packing="separated")).train for name in ("a.jsonl", "b.jsonl"))
+    assert rows(one) == rows(other)
+    assert [row["labels"].tolist() for row in one] == [row["labels"].tolist() for row in other]
+    write([{"input_ids": [5, 9999]}], "c.jsonl")
+    with pytest.raises(DataError, match="DATA_VOCAB"):
+        build(Data(train="c.jsonl", packing="none"), vocab_size=512)

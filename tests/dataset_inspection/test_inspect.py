@@ -199,7 +199,7 @@ def test_suffix(tmp_path: Path) -> None:
     ("record", "loss_on", "fix"),
     [
         ({"text": "a"}, "completion", "all"),
-        ({"messages": CHAT}, "completion", "all or assistant"),
+        ({"messages": CHAT}, "completion", "all or assistant or last_assistant"),
         ({"prompt": "a", "completion": "b"}, "assistant", "all or completion"),
     ],
 )

@@ -99,8 +99,8 @@ def _data_case(case: Case, root: Path, tokenizer: Any) -> None:
         case.outcome = f"refused as it is tokenised {error.codes}"  # type: ignore[union-attr]
         return
     case.outcome = "read"
-    found, inside = _documents(loaded), [document_of(record, loaded.format) for record in records_in(path)]
-    if loaded.format == "text":  # what is blank is no document, and some readers leave it out
+    found, inside = _documents(loaded), [document_of(record, loaded.formats[0]) for record in records_in(path)]
+    if loaded.formats[0] == "text":  # what is blank is no document, and some readers leave it out
         found, inside = ([text for text in texts if text is None or text.strip()] for texts in (found, inside))
     assert found == inside
     if rng.random() < 0.2:

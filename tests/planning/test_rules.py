@@ -22,6 +22,7 @@ def zero_keys(**keys):
 
 # (code, key, what the message must hold, the smallest job that breaks the rule)
 BROKEN = [
+    ("GROUP_BY_LENGTH", "data.group_by_length", "packing=wrapped", {"data": {"train": "org/set", "group_by_length": True}}),
     ("DATA_SOURCES", "data", "no training data", {"data": {"eval": "a.jsonl"}}),
     ("DATA_SOURCES", "data.train", "beside data.sources", {"data": {"train": "a.jsonl", "sources": [{"path": "b.jsonl"}]}}),
     ("DATA_SOURCES", "data.max_samples", "its own max_rows", {"data": {"max_samples": 3, "sources": [{"path": "b.jsonl"}]}}),

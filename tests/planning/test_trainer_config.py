@@ -131,6 +131,8 @@ def test_what_trainer_cannot_carry():
     refused("INTEGRATION_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
     refused("INTEGRATION_LOSS", "train.loss", train={"loss": "chunked"})
     refused("INTEGRATION_KERNELS", "train.kernels", train={"kernels": "liger"})
+    grouped = {"train": "org/set", "packing": "none", "group_by_length": True}
+    assert plan_of(data=grouped).training_arguments()["train_sampling_strategy"] == "group_by_length"
     refused("INTEGRATION_LOOP", "train.callbacks", train={"callbacks": ["hooks:Mine"]})
     held = {"train": "a.jsonl", "validation_fraction": 0.1}
     refused("INTEGRATION_LOOP", "train.early_stopping_patience", train={"early_stopping_patience": 2}, data=held)

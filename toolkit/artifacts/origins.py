@@ -191,6 +191,7 @@ TRAINER: dict[str, Origin] = {
     "greater_is_better": Origin(("train.greater_is_better",), "true, unless the metric's name ends with loss"),
     "report_to": Origin(("train.report_to",), "none unless the job names one"),
     "seed": Origin(("train.seed",)),
+    "train_sampling_strategy": Origin(("data.group_by_length",)),
     "torch_compile": Origin(("train.torch_compile",)),
     "use_liger_kernel": Origin(("train.loss",)),
     "liger_kernel_config": Origin(("train.loss",)),

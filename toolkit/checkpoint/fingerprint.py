@@ -15,9 +15,10 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from toolkit.config.job import Job
+from toolkit.config.user_code import code_file
 from toolkit.errors import Problem
 
-_OF_DATA = frozenset({"data.train", "data.sources", "data.eval", "data.chat_template"})
+_OF_DATA = frozenset({"data.train", "data.sources", "data.eval", "data.chat_template", "data.preprocess"})
 _TOKENIZER = "tokenizer"  # its files one by one; version 0.1.0 recorded one digest of those of `model.tokenizer` alone
 _NAMED_TOKENIZER = "model.tokenizer"
 _TOKENIZER_FILES = (
@@ -70,7 +71,7 @@ def identify(job: Job, *, known: Sources | None = None) -> dict[str, tuple[Sourc
     """
     before = known or {}
     found = {
-        key: tuple(_source(name, _files(name), before.get(key, ())) for name in names)
+        key: tuple(_source(name, _files(name, key), before.get(key, ())) for name in names)
         for key, names in _names(job).items()
     }
     folder = _tokenizer_folder(job)
@@ -171,8 +172,11 @@ def _local(name: str) -> Path:
     return Path(os.path.realpath(os.path.expanduser(name)))  # noqa: PTH111 - Path.expanduser raises for an unknown user
 
 
-def _files(name: str) -> list[Path]:
-    """Return the files of a data source in a fixed order; empty for one on the hub."""
+def _files(name: str, key: str = "") -> list[Path]:
+    """Return the files of a data source, or of a function's module, in a fixed order; empty for a source on the hub."""
+    if key == "data.preprocess":
+        file = code_file(name)
+        return [] if file is None else [file]
     path = _local(name)
     if path.is_file():
         return [path]

@@ -222,7 +222,12 @@ RULES: dict[str, Rule] = {
     "train.train_batch_size": replace(_ORDER, counts=_batches_differ, value=lambda plan: plan.settings.batch.train),
     "train.sequence_length": _ORDER,
     "train.seed": _ORDER,
-    **_each(_DATA, "data", "name revision split validation_fraction format packing loss_on max_samples"),
+    **_each(
+        _DATA,
+        "data",
+        "name revision split validation_fraction format packing loss_on max_samples"
+        " preprocess system_prompt long_rows group_by_length",
+    ),
     "data.sources": replace(_DATA, value=_of_sources),
     **_each(_CONTENT, "data", "train eval chat_template"),
     "data.eval_split": _TOLD,

@@ -32,7 +32,7 @@ def data(
     Example: `toolkit data job.yaml --rows 5 --set data.packing=separated`
 
     JSON keys: format, warnings, sources (name, records, documents of an epoch), train and eval (null without validation data), each with documents, sequences, tokens,
-    target_tokens, truncated, dropped_tokens, dropped_documents, dropped_sequences, padding_fraction, packing,
+    target_tokens, truncated, dropped_long, dropped_tokens, dropped_documents, dropped_sequences, padding_fraction, packing,
     sequence_length, document_tokens (median, p95, max, total); rows (row, tokens, learned, padding, text: pairs of text
     and whether it is learned).
     """
@@ -77,7 +77,7 @@ def _fields(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("cut", f"{figures['truncated']:,} documents ({figures['truncated'] / documents:.1%})"),
         (
             "left out",
-            f"{figures['dropped_documents']:,} documents without a token, {figures['dropped_sequences']:,} rows without "
+            f"{figures['dropped_documents']:,} documents without a token, {figures['dropped_long']:,} longer than a row, {figures['dropped_sequences']:,} rows without "
             f"a learned one; {figures['dropped_tokens']:,} tokens ({figures['dropped_tokens'] / lengths['total']:.1%})",
         ),
     ]

@@ -104,6 +104,8 @@ def user_code_problems(job: Job) -> Iterator[Problem]:
         yield from unfound("train.callbacks", name)
     if job.train.compute_metrics is not None:
         yield from unfound("train.compute_metrics", job.train.compute_metrics)
+    if job.data is not None and job.data.preprocess is not None:
+        yield from unfound("data.preprocess", job.data.preprocess)
 
 
 def output_problems(folder: Path) -> Iterator[Problem]:

@@ -27,8 +27,8 @@ _OPTIMIZERS = {"adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit
 
 _REPORTERS = ("tensorboard", "wandb", "mlflow", "trackio", "clearml")
 
-# TRL's padding_free: documents of a row do not attend to each other, positions restart at each.
-_PACKINGS = {"padding_free": "separated"}
+# TRL's padding_free: documents of a row do not attend to each other, positions restart at each. How rows are filled: best-fit.
+_PACKINGS = {"padding_free": "separated", "best_fit": "separated"}
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 

@@ -56,10 +56,11 @@ Schedule = Literal[
 ]
 PartitionWay = Literal["auto", "parameters", "uniform"]
 Packing = Literal["wrapped", "separated", "none"]
-AnyPacking = Literal[Packing, "padding_free"]  # `packing_named` reads the last
-DataFormat = Literal["auto", "text", "prompt_completion", "messages"]
+AnyPacking = Literal[Packing, "padding_free", "best_fit"]  # `packing_named` reads the last two
+DataFormat = Literal["auto", "text", "prompt_completion", "messages", "tokens"]
 Part = Literal["train", "eval"]  # of the data
-LossOn = Literal["all", "completion", "assistant"]
+LossOn = Literal["all", "completion", "assistant", "last_assistant"] | Annotated[tuple[Word, ...], Field(min_length=1)]
+LongRows = Literal["truncate", "split", "refuse", "drop"]
 Reporter = Literal["tensorboard", "wandb", "mlflow", "trackio", "clearml"]
 # As in TrainingArguments; `reporters` reads it.
 Reporters = Literal[Reporter, "none"] | tuple[Literal[Reporter, "none"], ...]
@@ -399,17 +400,31 @@ class Data(Section):
     validation_fraction: OpenFraction | None = None
     """Share of `train` that is held out for validation."""
     format: DataFormat = "auto"
-    """`text`, `prompt_completion` or `messages`; `auto` tells it by the columns."""
+    """`text`, `prompt_completion`, `messages`, or `tokens` (`input_ids`, and `labels`); `auto` tells it by the columns."""
+    preprocess: UserCode | None = None
+    """A function of yours as `module:function`: it gets each record as a dict, and returns the one to read in its place, or None
+    to leave it out.
+    """
     chat_template: Name | None = None
     """How messages are rendered: `chatml`, or a file with a Jinja template; the tokenizer's own when left out. It is
     saved and exported with the tokenizer.
     """
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """System message of conversations that have none."""
     packing: Annotated[Packing, BeforeValidator(packing_named, json_schema_input_type=AnyPacking)] = "wrapped"
-    """`wrapped`: documents are joined by end marks and cut; `separated` (or `padding_free`): joined, but attention does
-    not cross documents; `none`: one document a row, padded.
+    """`wrapped`: documents are joined by end marks and cut; `separated` (or `padding_free`, `best_fit`): joined, but attention
+    does not cross documents; `none`: one document a row, padded.
     """
+    long_rows: LongRows | None = None
+    """What becomes of a document longer than a row: `truncate`, `split`, `refuse` (an error that names it) or `drop`. When left
+    out, `none` truncates and the other packings split.
+    """
+    group_by_length: StrictBool = False
+    """Whether a step takes documents of similar length, which leaves less padding; with `packing: none`."""
     loss_on: LossOn = "all"
-    """Tokens that count in the loss: `all`, `completion` (of prompt_completion), `assistant` (of messages)."""
+    """Tokens that count in the loss: `all`, `completion` (of prompt_completion), `assistant` or `last_assistant` (of messages),
+    or a list of the roles whose messages count.
+    """
     max_samples: Count | None = None
     """Largest number of documents of `train` to use."""
 

@@ -61,6 +61,16 @@ def unfound(key: str, value: str) -> Iterator[Problem]:
         yield _problem(key, value, f"{spec.origin} defines no {name}")
 
 
+def code_file(value: str) -> Path | None:
+    """Return the file of the named object's module; None if it has none, or is not found."""
+    try:
+        spec = importlib.util.find_spec(value.partition(":")[0])
+    except Exception:  # the user's package may raise anything
+        return None
+    origin = None if spec is None or spec.origin is None else Path(spec.origin)
+    return origin if origin is not None and origin.is_file() else None
+
+
 def imported(key: str, value: str) -> Any:
     """Import the named object.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from toolkit.config.job import LossOn
 from toolkit.data.chat_template import TEMPLATE_FAULTS
 from toolkit.dataset_inspection.chat_messages import (
     Messages,
@@ -16,8 +17,11 @@ from toolkit.dataset_inspection.chat_messages import (
     dropped_problem,
     for_template,
     is_left_out,
+    learned_messages,
+    learned_roles,
     learning_fault,
     tools_of,
+    with_system_prompt,
 )
 from toolkit.dataset_inspection.chat_template import refused_problem
 from toolkit.errors import DataError, first_line
@@ -34,14 +38,16 @@ class ChatTokeniser:
 
     Args:
         tokenizer: A `transformers` tokenizer with a chat template.
-        loss_on: `all`, or `assistant` for assistant messages alone. Messages whose own keys exclude them from the loss never
-            count.
+        loss_on: `all`, `assistant` for assistant messages alone, `last_assistant` for the last of them, or roles. Messages
+            whose own keys exclude them from the loss never count.
+        system_prompt: System message of conversations that have none.
         origin: `origin(index)` returns the key path and the place of a record, for errors.
     """
 
     tokenizer: Any
-    loss_on: str
+    loss_on: LossOn
     origin: Callable[[int], tuple[str, str]]
+    system_prompt: str | None = None
 
     def __call__(self, record: Mapping[str, Any], *, index: int) -> tuple[list[int], list[int]]:
         """Tokenise a record of `messages` and, if it has them, `tools`.
@@ -63,9 +69,9 @@ class ChatTokeniser:
             key, where = self.origin(index)
             fix = "Correct or remove the record"
             raise DataError.of(code="DATA_TYPE", key=key, message=f"{where}: {error}", fix=fix) from None
-        left_out = {at for at, message in enumerate(record["messages"]) if is_left_out(message)}
+        messages = with_system_prompt(record["messages"], self.system_prompt)
         try:
-            return self._tokenise(for_template(record["messages"]), tools, left_out, index=index)
+            return self._tokenise(messages, tools, index=index)
         except TEMPLATE_FAULTS as error:  # many templates require alternating roles, or have no system message
             raise self._refused(first_line(error), index) from error
 
@@ -73,9 +79,9 @@ class ChatTokeniser:
         key, where = self.origin(index)
         return DataError(refused_problem(reason, where=where, key=key))
 
-    def _tokenise(
-        self, messages: Messages, tools: Any, left_out: Collection[int], *, index: int
-    ) -> tuple[list[int], list[int]]:
+    def _tokenise(self, written: Messages, tools: Any, *, index: int) -> tuple[list[int], list[int]]:
+        left_out = {at for at, message in enumerate(written) if is_left_out(message)}
+        messages, learned = for_template(written), learned_messages(written, self.loss_on)
         text = self._render(messages, tools)
         if (part := dropped(messages, tools, text, self._render)) is not None:
             key, where = self.origin(index)
@@ -87,12 +93,14 @@ class ChatTokeniser:
         def render(upto: int, **options: bool) -> str:
             return self._render(messages[:upto], tools, **options)
 
-        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if self.loss_on == "all":
             return self._marked(text, [(0, len(text))], but=message_spans(messages, render, left_out))
-        if _GENERATION.search(chat_template(self.tokenizer) or "") is None:
-            return self._marked(text, message_spans(messages, render, [at for at in answers if at not in left_out]))
+        marks_answers = _GENERATION.search(chat_template(self.tokenizer) or "") is not None
+        if not marks_answers or learned_roles(self.loss_on) != frozenset({"assistant"}):
+            return self._marked(text, message_spans(messages, render, learned))
         blocks = self._blocks(messages, tools, len(messages))
+        if self.loss_on == "last_assistant":
+            return self._marked(text, self._blocks_of(messages, tools, blocks, learned, index=index))
         return self._marked(text, blocks, but=self._blocks_of(messages, tools, blocks, left_out, index=index))
 
     def _render(self, messages: Messages, tools: Any, **options: bool) -> str:

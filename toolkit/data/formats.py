@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from toolkit.catalog.tokenizer import template_fault
+from toolkit.config.job import LossOn
 from toolkit.data.chats import ChatTokeniser, chat_template
 from toolkit.data.origins import Origins
+from toolkit.dataset_inspection.chat_messages import learned_roles
 from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX
 from toolkit.dataset_inspection.formats import Format, loss_on_problem, record_fault
 from toolkit.errors import DataError, Problem
+from toolkit.modeling.loss import IGNORED
 
 # Column of conversations as JSON, used if several files have different keys.
 CONVERSATION = "conversation"
@@ -36,24 +39,29 @@ class Tokeniser:
     """Turns a batch of records into `input_ids` and `targets`, for `datasets.Dataset.map`.
 
     text: tokens, EOS. prompt_completion: prompt, completion, EOS. messages: the chat template, which has its own end
-    tokens. A BOS token that the tokenizer adds is kept. Empty documents give no tokens.
+    tokens. tokens: those given, without the ones that `attention_mask` leaves out. A BOS token that the tokenizer adds is kept.
+    Empty documents give no tokens.
 
     Args:
         tokenizer: A `transformers` tokenizer.
         format: Format of the records.
-        loss_on: `all`, `completion` or `assistant`.
+        loss_on: As `data.loss_on`.
+        system_prompt: As `data.system_prompt`.
         origins: Where the records come from, for errors; None if only their number is known.
     """
 
     tokenizer: Any
     format: Format
-    loss_on: str
+    loss_on: LossOn
+    system_prompt: str | None = None
     origins: Origins | None = None
 
     @property
     def identity(self) -> tuple[str, ...]:
         """What the tokens depend on besides tokenizer and documents."""
-        return (self.format, self.loss_on)
+        learned = self.loss_on if isinstance(self.loss_on, str) else f"roles {' '.join(sorted(set(self.loss_on)))}"
+        prompt = () if self.system_prompt is None or self.format != "messages" else (self.system_prompt,)
+        return (self.format, learned, *prompt)
 
     def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[list[int]]]:
         """Tokenise a batch; `targets` has 1 for each token in the loss, else 0.
@@ -71,8 +79,15 @@ class Tokeniser:
                 message, fix = f"{where}: {fault}", "Correct or remove the record"
                 raise DataError.of(code="DATA_TYPE", key=key, message=message, fix=fix)
         if self.format == "messages":
-            chats = ChatTokeniser(tokenizer=self.tokenizer, loss_on=self.loss_on, origin=self._origin)
+            chats = ChatTokeniser(
+                tokenizer=self.tokenizer,
+                loss_on=self.loss_on,
+                origin=self._origin,
+                system_prompt=self.system_prompt,
+            )
             documents = [chats(record, index=index) for index, record in zip(indices, records, strict=True)]
+        elif self.format == "tokens":
+            documents = [_given(record) for record in records]
         else:
             documents = self._texts(records) if self.format == "text" else self._pairs(records)
         return {"input_ids": [ids for ids, _ in documents], "targets": [targets for _, targets in documents]}
@@ -114,6 +129,14 @@ class Tokeniser:
         return [*self._open(ids), self.tokenizer.eos_token_id]
 
 
+def _given(record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Return the tokens of a record that has them, and which of them its labels count."""
+    ids = record["input_ids"]
+    labels, mask = record.get("labels") or ids, record.get("attention_mask") or [1] * len(ids)
+    kept = [at for at, attended in enumerate(mask) if attended]
+    return [ids[at] for at in kept], [int(labels[at] != IGNORED) for at in kept]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedTokeniser:
     """Turns a batch of records of several sources into tokens, each record by the tokeniser of its source.
@@ -146,7 +169,7 @@ class MixedTokeniser:
         return {"input_ids": [ids for ids, _ in pairs], "targets": [targets for _, targets in pairs]}
 
 
-def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: str) -> None:
+def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: LossOn) -> None:
     """Check that the tokenizer supports a format.
 
     Raises:
@@ -156,7 +179,7 @@ def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: str) -> None:
     if problem := loss_on_problem(loss_on, format_):
         problems.append(problem)
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-    if format_ != "messages" and tokenizer.eos_token_id is None:
+    if format_ in ("text", "prompt_completion") and tokenizer.eos_token_id is None:
         message = f"the tokenizer {name} has no eos_token, so nothing would mark the end of a document"
         fix = "Set eos_token in its tokenizer_config.json, or name another tokenizer in model.tokenizer"
         problems.append(Problem(code="DATA_NO_EOS", key="model.tokenizer", message=message, fix=fix))
@@ -169,10 +192,10 @@ def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: str) -> None:
         problems.append(
             Problem(code="DATA_NO_CHAT_TEMPLATE", key="model.tokenizer", message=message, fix=NO_CHAT_TEMPLATE_FIX)
         )
-    if loss_on == "assistant" and template is not None and not getattr(tokenizer, "is_fast", False):
+    if learned_roles(loss_on) is not None and template is not None and not getattr(tokenizer, "is_fast", False):
         message = (
-            f"data.loss_on=assistant: the tokenizer {name} has no character offsets, which are needed to find the "
-            "assistant's tokens"
+            f"data.loss_on={loss_on if isinstance(loss_on, str) else ', '.join(loss_on)}: the tokenizer {name} has no "
+            "character offsets, which are needed to find the tokens of a message"
         )
         fix = "Set data.loss_on to all, or name a tokenizer that has a tokenizer.json in model.tokenizer"
         problems.append(Problem(code="DATA_SLOW_TOKENIZER", key="data.loss_on", message=message, fix=fix))

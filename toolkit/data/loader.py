@@ -24,6 +24,9 @@ from toolkit.modeling.loss import IGNORED
 StepBatch = list[MicroBatch]
 Collate = Callable[[Sequence[dict[str, np.ndarray]]], MicroBatch]
 _Item = TypeVar("_Item")
+# Steps whose rows are sorted by length together, as many as in transformers (trainer_pt_utils.py get_length_grouped_indices):
+# enough to make them similar, few enough to keep the order random.
+GROUP_STEPS = 50
 _END = object()  # what follows the last item
 
 
@@ -40,11 +43,21 @@ class EpochOrder:
     """The endless stream of rows, one permutation per epoch; caches the permutation that it last used.
 
     Step s of a run takes positions [s * train_batch_size, (s + 1) * train_batch_size).
+
+    Args:
+        num_sequences: Number of rows.
+        seed: Seed of the order.
+        lengths: Tokens of each row if steps take rows of similar length; None for any.
+        train_batch_size: Rows of a step, with `lengths`.
     """
 
-    def __init__(self, num_sequences: int, *, seed: int) -> None:
+    def __init__(
+        self, num_sequences: int, *, seed: int, lengths: np.ndarray | None = None, train_batch_size: int = 1
+    ) -> None:
         self._num_sequences = num_sequences
         self._seed = seed
+        self._lengths = lengths
+        self._train_batch_size = train_batch_size
         self._epoch = -1
         self._permutation = np.empty(0, np.int64)
 
@@ -54,11 +67,25 @@ class EpochOrder:
         while start < stop:
             epoch, within = divmod(start, self._num_sequences)
             if epoch != self._epoch:
-                self._permutation, self._epoch = shuffled(self._num_sequences, seed=self._seed, stream=epoch), epoch
+                self._permutation, self._epoch = self._order(epoch), epoch
             taken = self._permutation[within : within + stop - start].tolist()
             rows += taken
             start += len(taken)
         return rows
+
+    def _order(self, epoch: int) -> np.ndarray:
+        order = shuffled(self._num_sequences, seed=self._seed, stream=epoch)
+        if self._lengths is None:
+            return order
+        # Rows that complete the step which began in the last epoch, whole steps in groups, and rows that begin the next.
+        size, begin = self._train_batch_size, -epoch * self._num_sequences % self._train_batch_size
+        end = begin + max(len(order) - begin, 0) // size * size
+        parts = [order[:begin]]
+        for at in range(begin, end, GROUP_STEPS * size):
+            rows = order[at : min(at + GROUP_STEPS * size, end)]
+            steps = rows[np.argsort(-self._lengths[rows], kind="stable")].reshape(-1, size)
+            parts.append(steps[shuffled(len(steps), seed=self._seed, stream=epoch)].ravel())
+        return np.concatenate([*parts, order[max(end, begin) :]])
 
 
 class StepLoader:
@@ -75,6 +102,7 @@ class StepLoader:
         seed: Seed of the order.
         start_step: First step to yield: the number of completed steps.
         num_steps: Steps of the whole run, those before start_step included.
+        group_by_length: Whether the rows of a step have similar length.
     Raises:
         DataError: DATA_BATCH, if the sizes do not multiply to train_batch_size.
     """
@@ -92,6 +120,7 @@ class StepLoader:
         seed: int,
         num_steps: int,
         start_step: int = 0,
+        group_by_length: bool = False,
     ) -> None:
         product = micro_batch_size * gradient_accumulation_steps * dp_size
         if product != train_batch_size:
@@ -109,6 +138,7 @@ class StepLoader:
         self._per_rank = train_batch_size // dp_size
         self._seed = seed
         self._steps = range(start_step, num_steps)
+        self._lengths = dataset.row_tokens if group_by_length else None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -117,7 +147,8 @@ class StepLoader:
         return prefetch(self._batches())
 
     def _batches(self) -> Iterator[StepBatch]:
-        order = EpochOrder(len(self._dataset), seed=self._seed)
+        size = self._train_batch_size
+        order = EpochOrder(len(self._dataset), seed=self._seed, lengths=self._lengths, train_batch_size=size)
         for step in self._steps:
             start = step * self._train_batch_size + self._dp_rank * self._per_rank
             mine = order.slice(start, start + self._per_rank)

@@ -32,12 +32,14 @@ class Origins:
         keys: Key path of the job that names each source.
         counts: Records of each source.
         rows: Number of each document among all records of the sources, int64; None if all are there, in order.
+        records: Number of each of these records in its source, int64, where some were left out; else None, or nothing for all sources.
     """
 
     sources: tuple[SourceFacts, ...]
     keys: tuple[str, ...]
     counts: tuple[int, ...]
     rows: np.ndarray | None = None
+    records: tuple[np.ndarray | None, ...] = ()
 
     def shares(self) -> tuple[Share, ...]:
         """Return the share of each source in these documents."""
@@ -53,9 +55,10 @@ class Origins:
             index: Index of the document in the data set, from 0.
         """
         number = index if self.rows is None else int(self.rows[index])
-        for source, key, count in zip(self.sources, self.keys, self.counts, strict=True):
+        records = self.records or (None,) * len(self.counts)
+        for source, key, count, left in zip(self.sources, self.keys, self.counts, records, strict=True):
             if number < count:
-                return key, place_of(source, number)
+                return key, place_of(source, number if left is None else int(left[number]))
             number -= count
         raise IndexError(f"index={index} is past the last record")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.config.job import Packing
+from toolkit.config.job import LongRows, Packing
 from toolkit.data.store import TokenStore
 from toolkit.modeling.loss import IGNORED
 
@@ -23,10 +23,11 @@ class DataReport:
         sequences: Number of rows to train on.
         tokens: Number of tokens in them, without padding.
         target_tokens: Number of tokens in the loss.
-        truncated: Number of documents that do not fit a row: truncated (`none`), split (`separated`), or split where a row
-            ends (`wrapped`).
-        dropped_tokens: Number of tokens in no row: truncated (`none`), after the last full row (`wrapped`), or in a dropped
-            row.
+        truncated: Number of documents that do not fit a row and are truncated or split; of `wrapped` rows also those split
+            where a row ends.
+        dropped_long: Number of documents that are left out because they are longer than a row (`long_rows: drop`).
+        dropped_tokens: Number of tokens in no row: truncated, after the last full row (`wrapped`), or in a dropped document
+            or row.
         dropped_documents: Number of documents without a token, which are left out.
         dropped_sequences: Number of rows that are left out because no token of theirs is in the loss.
         padding_fraction: Share of padding in the rows; for `none`, where a row is padded to the longest of its micro-batch,
@@ -38,6 +39,7 @@ class DataReport:
     tokens: int
     target_tokens: int
     truncated: int
+    dropped_long: int
     dropped_tokens: int
     dropped_documents: int
     dropped_sequences: int
@@ -51,27 +53,38 @@ class Pieces:
     Args:
         starts: First token of each range, int64.
         stops: One past its last token, int64.
+        opens: Whether the first token of each range has no token before it that predicts it.
         rows: Row r consists of ranges rows[r] to rows[r + 1], excluded; int64, shape (sequences + 1,).
     """
 
     starts: np.ndarray
     stops: np.ndarray
+    opens: np.ndarray
     rows: np.ndarray
 
 
 class PackedDataset:
     """Sequences of a token store under one kind of packing; rows are built on access.
 
-    Labels have the positions of their own tokens (the model shifts them), and the first label of every range is -100, so
-    that `(labels != -100).sum()` is the number of tokens in the loss.
+    Labels have the positions of their own tokens (the model shifts them), and the first label of every row, and of every
+    document whose attention stays in it, is -100, so that `(labels != -100).sum()` is the number of tokens in the loss.
     """
 
-    def __init__(self, store: TokenStore, *, packing: Packing, sequence_length: int, pad_token_id: int) -> None:
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        packing: Packing,
+        sequence_length: int,
+        pad_token_id: int,
+        long_rows: LongRows | None = None,
+    ) -> None:
         self.packing = packing
         self.sequence_length = sequence_length
         self.pad_token_id = pad_token_id
         self._store = store
-        pieces = _PACKERS[packing](store.offsets, sequence_length)
+        self._long_rows = long_rows or ("truncate" if packing == "none" else "split")
+        pieces = pack(store.offsets, sequence_length, packing=packing, long_rows=self._long_rows)
         counts = _targets_by_row(store.targets, pieces)
         self._pieces = _keep_rows(pieces, counts > 0)
         self.report = self._report(num_dropped=int((counts == 0).sum()), target_tokens=int(counts.sum()))
@@ -101,16 +114,18 @@ class PackedDataset:
         """Tokens of each document before packing, int64, shape (documents,)."""
         return np.diff(self._store.offsets)
 
-    def num_tokens(self, index: int) -> int:
-        """Return the tokens of row `index` without padding."""
-        first, last = int(self._pieces.rows[index]), int(self._pieces.rows[index + 1])
-        return int((self._pieces.stops[first:last] - self._pieces.starts[first:last]).sum())
+    @property
+    def row_tokens(self) -> np.ndarray:
+        """Tokens of each row without padding, int64, shape (sequences,)."""
+        running = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._pieces.stops - self._pieces.starts)])
+        return np.diff(running[self._pieces.rows])
 
     def _piece(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         place = slice(int(self._pieces.starts[number]), int(self._pieces.stops[number]))
         ids = self._store.tokens[place].astype(np.int64)
         labels = np.where(self._store.targets[place] != 0, ids, IGNORED)
-        labels[0] = IGNORED
+        if self._pieces.opens[number]:
+            labels[0] = IGNORED
         return ids, labels
 
     def _report(self, *, num_dropped: int, target_tokens: int) -> DataReport:
@@ -120,16 +135,18 @@ class PackedDataset:
         padded = len(self) * size
         if self.packing == "none":
             padded = int(np.minimum(-(-lengths // ROUND_TO) * ROUND_TO, size).sum())
-        if self.packing == "wrapped":
+        long = int((np.diff(offsets) > size).sum())
+        dropped_long = long if self._long_rows == "drop" else 0
+        truncated = long - dropped_long
+        if self.packing == "wrapped" and self._long_rows in ("split", "refuse"):
             truncated = int((offsets[:-1] // size != (offsets[1:] - 1) // size).sum())
-        else:
-            truncated = int((np.diff(offsets) > size).sum())
         return DataReport(
             documents=self._store.num_documents,
             sequences=len(self),
             tokens=tokens,
             target_tokens=target_tokens,
             truncated=truncated,
+            dropped_long=dropped_long,
             dropped_tokens=int(offsets[-1]) - tokens,
             dropped_documents=self._store.num_empty,
             dropped_sequences=num_dropped,
@@ -137,32 +154,80 @@ class PackedDataset:
         )
 
 
+def pack(offsets: np.ndarray, sequence_length: int, *, packing: Packing, long_rows: LongRows) -> Pieces:
+    """Return the rows of documents.
+
+    Args:
+        offsets: Document d has the tokens offsets[d] to offsets[d + 1] of the store.
+        sequence_length: Tokens of a row.
+        packing: How documents become rows.
+        long_rows: What becomes of documents that are longer than a row; `refuse` truncates, as the caller refuses them.
+    """
+    if packing == "wrapped" and long_rows in ("split", "refuse"):
+        return wrap(offsets, sequence_length)
+    starts, stops = _FITTERS[long_rows](offsets, sequence_length)
+    if packing == "wrapped":
+        return join(starts, stops, sequence_length)
+    if packing == "separated":
+        return separate(starts, stops, sequence_length)
+    return Pieces(starts=starts, stops=stops, opens=np.ones(len(starts), bool), rows=np.arange(len(starts) + 1))
+
+
 def wrap(offsets: np.ndarray, sequence_length: int) -> Pieces:
     """Join all documents and cut every `sequence_length` tokens; the rest at the end is dropped."""
     starts = np.arange(int(offsets[-1]) // sequence_length, dtype=np.int64) * sequence_length
-    return Pieces(starts=starts, stops=starts + sequence_length, rows=np.arange(len(starts) + 1))
+    rows = np.arange(len(starts) + 1)
+    return Pieces(starts=starts, stops=starts + sequence_length, opens=np.ones(len(starts), bool), rows=rows)
 
 
-def truncate(offsets: np.ndarray, sequence_length: int) -> Pieces:
-    """Make each document a row, truncated to `sequence_length`."""
-    starts = offsets[:-1]
-    return Pieces(starts=starts, stops=np.minimum(offsets[1:], starts + sequence_length), rows=np.arange(len(offsets)))
+def join(starts: np.ndarray, stops: np.ndarray, sequence_length: int) -> Pieces:
+    """Join parts of documents and cut every `sequence_length` tokens; the rest at the end is dropped."""
+    ends = np.cumsum(stops - starts)
+    total = int(ends[-1]) // sequence_length * sequence_length if len(ends) else 0
+    cuts = np.arange(0, total + 1, sequence_length)
+    places = np.unique(np.concatenate([cuts, ends[ends < total]]))  # in the joined tokens
+    first, last = places[:-1], places[1:]
+    document = np.searchsorted(ends, first, side="right")
+    begin = starts[document] + first - (ends[document] - (stops - starts)[document])
+    return Pieces(
+        starts=begin,
+        stops=begin + last - first,
+        opens=first % sequence_length == 0,
+        rows=np.searchsorted(first, cuts),
+    )
 
 
-def separate(offsets: np.ndarray, sequence_length: int) -> Pieces:
-    """Pack whole documents into rows, longest first, each into the fullest row with room (best-fit decreasing).
-
-    A document longer than a row is split into full rows and a remainder. Documents of a row keep the file's order, and
-    rows are ordered by their first document.
-
-    Source:
-        arXiv 2404.10830 (section 3): best-fit packing.
-    """
+def split(offsets: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split each document that is longer than a row into full rows and a remainder."""
     pieces_per_document = -(-np.diff(offsets) // sequence_length)
     first = np.repeat(offsets[:-1], pieces_per_document)
     nth = np.arange(len(first)) - np.repeat(np.cumsum(pieces_per_document) - pieces_per_document, pieces_per_document)
     starts = first + nth * sequence_length
-    stops = np.minimum(starts + sequence_length, np.repeat(offsets[1:], pieces_per_document))
+    return starts, np.minimum(starts + sequence_length, np.repeat(offsets[1:], pieces_per_document))
+
+
+def truncate(offsets: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Truncate each document that is longer than a row."""
+    return offsets[:-1], np.minimum(offsets[1:], offsets[:-1] + sequence_length)
+
+
+def drop(offsets: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Leave out each document that is longer than a row."""
+    kept = np.diff(offsets) <= sequence_length
+    return offsets[:-1][kept], offsets[1:][kept]
+
+
+_FITTERS = {"split": split, "truncate": truncate, "refuse": truncate, "drop": drop}
+
+
+def separate(starts: np.ndarray, stops: np.ndarray, sequence_length: int) -> Pieces:
+    """Pack ranges of at most a row into rows, longest first, each into the fullest row with room (best-fit decreasing).
+
+    Ranges of a row keep the file's order, and rows are ordered by their first one.
+
+    Source:
+        arXiv 2404.10830 (section 3): best-fit packing.
+    """
     lengths = stops - starts
     longest_first = np.argsort(-lengths, kind="stable")
     row_of = _best_fit(lengths[longest_first].tolist(), sequence_length)
@@ -176,10 +241,7 @@ def separate(offsets: np.ndarray, sequence_length: int) -> Pieces:
     row_of_piece = rank[row_of_piece]
     order = np.argsort(row_of_piece, kind="stable")
     rows = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(row_of_piece, minlength=num_rows))])
-    return Pieces(starts=starts[order], stops=stops[order], rows=rows)
-
-
-_PACKERS = {"wrapped": wrap, "separated": separate, "none": truncate}
+    return Pieces(starts=starts[order], stops=stops[order], opens=np.ones(len(starts), bool), rows=rows)
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[int]:
@@ -207,12 +269,13 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
 
 
 def _targets_by_row(targets: np.ndarray, pieces: Pieces) -> np.ndarray:
-    """Count the targets of each row without the first token of each range, which no earlier token predicts."""
+    """Count the targets of each row without the first token of each range that opens, which no earlier token predicts."""
     counts = np.zeros(len(pieces.starts), np.int64)
-    counted = np.flatnonzero(pieces.stops - pieces.starts > 1)
+    first = pieces.starts + pieces.opens
+    counted = np.flatnonzero(pieces.stops > first)
     counted = counted[np.argsort(pieces.starts[counted])]  # in file order, so that the array is read sequentially
     if len(counted):
-        bounds = np.stack([pieces.starts[counted] + 1, pieces.stops[counted]], axis=1).ravel()
+        bounds = np.stack([first[counted], pieces.stops[counted]], axis=1).ravel()
         inside = bounds[:-1] if bounds[-1] == len(targets) else bounds
         counts[counted] = np.add.reduceat(targets, inside, dtype=np.int64)[::2]
     running = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
@@ -223,4 +286,6 @@ def _keep_rows(pieces: Pieces, kept: np.ndarray) -> Pieces:
     sizes = np.diff(pieces.rows)
     piece_kept = np.repeat(kept, sizes)
     rows = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[kept])])
-    return Pieces(starts=pieces.starts[piece_kept], stops=pieces.stops[piece_kept], rows=rows)
+    return Pieces(
+        starts=pieces.starts[piece_kept], stops=pieces.stops[piece_kept], opens=pieces.opens[piece_kept], rows=rows
+    )

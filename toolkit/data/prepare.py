@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from toolkit.arguments import NotNegative, Positive, checks_arguments
 from toolkit.config.job import Data
 from toolkit.data.chat_template import set_chat_template
@@ -68,7 +70,7 @@ def prepare(
         progress: Whether to show progress bars.
     Raises:
         DataError: Every problem of `check_data`; DATA_HUB, DATA_REVISION, DATA_READ, DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE,
-            DATA_CHAT_TEMPLATE, DATA_CHAT_DROPPED, DATA_CHAT_TEMPLATE_UNUSED, DATA_SLOW_TOKENIZER, DATA_VOCAB,
+            DATA_LONG_ROWS, DATA_PREPROCESS, DATA_CHAT_TEMPLATE, DATA_CHAT_DROPPED, DATA_CHAT_TEMPLATE_UNUSED, DATA_SLOW_TOKENIZER, DATA_VOCAB,
             DATA_NO_TARGETS, DATA_TOO_SMALL.
     """
     cache_dir, base = Path(cache_dir), None if base is None else Path(base)
@@ -86,15 +88,25 @@ def prepare(
         if documents.eval is not None:
             parts["data.eval" if data.eval is not None else "data.validation_fraction"] = documents.eval
         stores = {
-            name: tokenise(part.documents, _tokeniser(part, tokenizer), cache_dir=cache_dir, num_proc=num_proc)
+            name: tokenise(
+                part.documents, _tokeniser(part, tokenizer, data.system_prompt), cache_dir=cache_dir, num_proc=num_proc
+            )
             for name, part in parts.items()
         }
     pad_token_id = _padding(tokenizer, vocab_size)
     problems: list[Problem] = []
     packed: list[PackedDataset] = []
     for part, store in stores.items():
-        dataset = PackedDataset(store, packing=data.packing, sequence_length=sequence_length, pad_token_id=pad_token_id)
+        dataset = PackedDataset(
+            store,
+            packing=data.packing,
+            sequence_length=sequence_length,
+            pad_token_id=pad_token_id,
+            long_rows=data.long_rows,
+        )
         packed.append(dataset)
+        if data.long_rows == "refuse":
+            problems += _long_problems(store, parts[part], sequence_length)
         problems += _vocabulary_problems(store, tokenizer, vocab_size, part=part)
         problems += _size_problems(dataset, data, part=part, needed=1 if packed[1:] else train_batch_size)
     raise_all(DataError, problems)
@@ -108,11 +120,14 @@ def prepare(
     )
 
 
-def _tokeniser(part: Part, tokenizer: Any) -> Tokeniser | MixedTokeniser:
+def _tokeniser(part: Part, tokenizer: Any, system_prompt: str | None) -> Tokeniser | MixedTokeniser:
     """Return the tokeniser of documents, after a check that the tokenizer supports their formats."""
     for kind in part.kinds:
         check_tokenizer(tokenizer, format_=kind.format, loss_on=kind.loss_on)
-    each = tuple(Tokeniser(tokenizer=tokenizer, origins=part.origins, **kind._asdict()) for kind in part.kinds)
+    each = tuple(
+        Tokeniser(tokenizer=tokenizer, origins=part.origins, system_prompt=system_prompt, **kind._asdict())
+        for kind in part.kinds
+    )
     return each[0] if len(each) == 1 else MixedTokeniser(parts=each)
 
 
@@ -152,6 +167,24 @@ def _vocabulary_problems(store: TokenStore, tokenizer: Any, vocab_size: int | No
     )
     fix = "Name the model's own tokenizer, or a model whose embedding was resized to the tokenizer"
     return [Problem(code="DATA_VOCAB", key="model.tokenizer", message=message, fix=fix)]
+
+
+def _long_problems(store: TokenStore, part: Part, sequence_length: int) -> list[Problem]:
+    """Return the problem of documents longer than a row, with the place of the first where it is known."""
+    lengths = np.diff(store.offsets)
+    long = np.flatnonzero(lengths > sequence_length)
+    if not len(long):
+        return []
+    first = int(long[0])
+    # Documents without a token are not in the store, so with any of them its numbers are others than those of the records.
+    key, where = ("data.long_rows", "a document") if store.num_empty else part.origins.of(first)
+    more = f", as {len(long) - 1:,} more do, the longest {int(lengths.max()):,}" if len(long) > 1 else ""
+    message = (
+        f"{where} has {int(lengths[first]):,} tokens{more}, and train.sequence_length={sequence_length} under "
+        "data.long_rows=refuse"
+    )
+    fix = "Raise train.sequence_length, or set data.long_rows to truncate, split or drop"
+    return [Problem(code="DATA_LONG_ROWS", key=key, message=message, fix=fix)]
 
 
 def _size_problems(dataset: PackedDataset, data: Data, *, part: str, needed: int) -> list[Problem]:

@@ -52,7 +52,7 @@ def _figures(dataset: PackedDataset) -> dict[str, Any]:
 
 
 def _row(dataset: PackedDataset, index: int, tokenizer: Any) -> dict[str, Any]:
-    row, num_tokens = dataset[index], dataset.num_tokens(index)
+    row, num_tokens = dataset[index], int(dataset.row_tokens[index])
     learned = row["labels"][:num_tokens] != IGNORED
     return {
         "row": index,

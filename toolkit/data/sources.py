@@ -20,10 +20,11 @@ import numpy as np
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
-from toolkit.config.job import Data, DataSource
+from toolkit.config.job import Data, DataSource, LossOn
 from toolkit.config.job import Part as PartName
 from toolkit.data.formats import CONVERSATION, SOURCE
 from toolkit.data.origins import Origins, place_of
+from toolkit.data.preprocess import preprocessed
 from toolkit.dataset_inspection.chats import unread_key_warning
 from toolkit.dataset_inspection.columns import renamed, resolve_layout
 from toolkit.dataset_inspection.files import PEEK_RECORDS, first_bad_json_line, wide_cells
@@ -56,7 +57,7 @@ class Kind(NamedTuple):
     """How the documents of a source are tokenised."""
 
     format: Format
-    loss_on: str
+    loss_on: LossOn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,15 +189,19 @@ def _load_part(
     warnings: list[str],
 ) -> Part:
     loaded, kinds, counts, keys = [], [], [], []
+    records: list[np.ndarray | None] = []
     for facts, (key, source) in zip(sources, data.sources_of(part), strict=True):
         documents = _load_source(facts, source, key=key, cache_dir=cache_dir)
+        if source.max_rows is not None:
+            documents = documents.select(range(min(source.max_rows, len(documents))))
+        rows = None
+        if data.preprocess is not None:
+            documents, rows = preprocessed(documents, data.preprocess, facts, key=key, cache_dir=cache_dir)
         names = renamed(documents.column_names, source.columns, key=key, name=facts.name)
         if isinstance(names, Problem):
             raise DataError(names)
         if source.columns:
             documents = documents.select_columns(list(names)).rename_columns(names)
-        if source.max_rows is not None:
-            documents = documents.select(range(min(source.max_rows, len(documents))))
         layout = resolve_layout(documents.column_names, source.format, key=key, name=facts.name)
         if isinstance(layout, Problem):
             raise DataError(layout)
@@ -205,6 +210,7 @@ def _load_part(
             warnings.append(unread_warning(facts.name, unread))
         warnings += _unread_keys(documents, layout, facts.name, template)
         counts.append(len(documents))
+        records.append(rows)
         keys.append(key)
         loaded.append(_in_own_columns(documents, layout, facts, key=key, cache_dir=cache_dir))
     if data.sources is None and len({kind.format for kind in kinds}) > 1:
@@ -212,9 +218,10 @@ def _load_part(
         message = f"data.{part} has several formats: {listed}"
         fix = "Give all files of a job the same columns, or name them in data.sources, each with its format"
         raise DataError.of(code="DATA_MIXED", key=f"data.{part}", message=message, fix=fix)
-    origins = Origins(sources=sources, keys=tuple(keys), counts=tuple(counts))
+    origins = Origins(sources=sources, keys=tuple(keys), counts=tuple(counts), records=tuple(records))
     differ = len(set(kinds)) > 1
-    if len(loaded) > 1 and (differ or kinds[0].format == "messages"):
+    columns = {tuple(each.column_names) for each in loaded}
+    if len(loaded) > 1 and (differ or kinds[0].format == "messages" or len(columns) > 1):
         numbers = range(len(loaded)) if differ else [None] * len(loaded)
         loaded = [_as_text(each, number, cache_dir=cache_dir) for each, number in zip(loaded, numbers, strict=True)]
     joined = loaded[0] if len(loaded) == 1 else datasets.concatenate_datasets(loaded)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from toolkit.config.job import LossOn
 from toolkit.errors import Problem
 from toolkit.io import parse_json
 
@@ -39,7 +40,34 @@ _OF_A_TOOL = ("name", "tool_call_id")
 _MARK = "\N{SECTION SIGN}"
 
 
-def learning_fault(messages: Sequence[Mapping[str, Any]], loss_on: str = "all", *, at: str = "messages") -> str | None:
+def learned_roles(loss_on: LossOn) -> frozenset[str] | None:
+    """Return the roles whose messages count in the loss; None if all text counts."""
+    if isinstance(loss_on, tuple):
+        return frozenset(loss_on)
+    return frozenset({"assistant"}) if loss_on in ("assistant", "last_assistant") else None
+
+
+def learned_messages(messages: Sequence[Mapping[str, Any]], loss_on: LossOn) -> list[int]:
+    """Return the indices of the messages in the loss; `last_assistant` is the last one that its own keys do not exclude."""
+    roles = learned_roles(loss_on)
+    found = [
+        at
+        for at, message in enumerate(messages)
+        if (roles is None or message["role"] in roles) and not is_left_out(message)
+    ]
+    return found[-1:] if loss_on == "last_assistant" else found
+
+
+def with_system_prompt(messages: Messages, prompt: str | None) -> Messages:
+    """Return messages that begin with a system prompt, if they have no system message of their own."""
+    if prompt is None or any(message["role"] in ("system", "developer") for message in messages):
+        return messages
+    return [{"role": "system", "content": prompt}, *messages]
+
+
+def learning_fault(
+    messages: Sequence[Mapping[str, Any]], loss_on: LossOn = "all", *, at: str = "messages"
+) -> str | None:
     """Return what is wrong with the keys that exclude messages from the loss; None if nothing is.
 
     Args:
@@ -47,6 +75,7 @@ def learning_fault(messages: Sequence[Mapping[str, Any]], loss_on: str = "all", 
         loss_on: Value of `data.loss_on`.
         at: Name of their column.
     """
+    roles = learned_roles(loss_on)
     for index, message in enumerate(messages):
         said = {key: message[key] for key in _LEARNED if message.get(key) is not None}
         for key, value in said.items():
@@ -61,10 +90,16 @@ def learning_fault(messages: Sequence[Mapping[str, Any]], loss_on: str = "all", 
             shown = [f"{key}={value}" for key, value in said.items()]
             return f"{at}[{index}] is marked both to be trained on and not to be: {', '.join(shown)}"
         asked = [key for key in _ASKING if said.get(key) is True]
-        if asked and loss_on == "assistant" and message["role"] != "assistant":
+        if asked and roles is not None and message["role"] not in roles:
+            only = "the assistant's" if roles == {"assistant"} else f"those of {', '.join(sorted(roles))}"
             return (
                 f"{at}[{index}].{asked[0]}=true asks to train on the messages of {message['role']}, and "
-                "data.loss_on=assistant trains on the assistant's alone"
+                f"data.loss_on={loss_on if isinstance(loss_on, str) else ', '.join(loss_on)} trains on {only} alone"
+            )
+        if asked and loss_on == "last_assistant" and index not in learned_messages(messages, loss_on):
+            return (
+                f"{at}[{index}].{asked[0]}=true asks to train on a message that is not the last of the assistant, and "
+                "data.loss_on=last_assistant trains on that alone"
             )
     return None
 

@@ -224,13 +224,15 @@ def refused_problem(reason: str, *, where: str, key: str = "data") -> Problem:
 
 def unused_chat_template(data: Data, format_: Format | None) -> list[Problem]:
     """Return the problem DATA_CHAT_TEMPLATE_UNUSED if no conversation is rendered."""
-    if data.chat_template is None or format_ in (None, "messages"):
+    if format_ in (None, "messages"):
         return []
     return [
         Problem(
             code="DATA_CHAT_TEMPLATE_UNUSED",
-            key="data.chat_template",
-            message=f"data.chat_template={data.chat_template} is not used: the data is {format_}",
-            fix="Remove data.chat_template, or give messages",
+            key=f"data.{name}",
+            message=f"data.{name}={getattr(data, name)} is not used: the data is {format_}",
+            fix=f"Remove data.{name}, or give messages",
         )
+        for name in ("chat_template", "system_prompt")
+        if getattr(data, name) is not None
     ]

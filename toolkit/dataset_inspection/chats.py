@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.bounded import MEMORY_BYTES, OutOfBoundsError, call_bounded
+from toolkit.config.job import LossOn
 from toolkit.dataset_inspection.chat_messages import (
     dropped,
     dropped_problem,
@@ -14,6 +15,7 @@ from toolkit.dataset_inspection.chat_messages import (
     learning_fault,
     tools_of,
     unread_keys,
+    with_system_prompt,
 )
 from toolkit.dataset_inspection.chat_template import (
     ChatTemplate,
@@ -39,7 +41,14 @@ def conversations(records: Records, layout: Layout) -> Iterator[tuple[int, dict[
 
 
 def conversation_problems(
-    records: Records, layout: Layout, loss_on: str, template: ChatTemplate | None, *, key: str, name: str
+    records: Records,
+    layout: Layout,
+    loss_on: LossOn,
+    template: ChatTemplate | None,
+    *,
+    key: str,
+    name: str,
+    system_prompt: str | None = None,
 ) -> list[Problem]:
     """Return the problems of training on whole conversations, as far as their files and their template show.
 
@@ -50,6 +59,7 @@ def conversation_problems(
         template: Chat template that renders them; None if it is in a tokenizer on the hub.
         key: Key path that problems name.
         name: Name of the source.
+        system_prompt: Value of `data.system_prompt`.
     Returns:
         DATA_TYPE, DATA_CHAT_DROPPED or DATA_CHAT_TEMPLATE, each for the first record that has it.
     """
@@ -60,6 +70,7 @@ def conversation_problems(
         if (fault := learning_fault(record["messages"], loss_on)) is not None:
             fix = "Correct or remove the key"
             found.setdefault("fault", Problem(code="DATA_TYPE", key=key, message=f"{where}: {fault}", fix=fix))
+        record = {**record, "messages": with_system_prompt(record["messages"], system_prompt)}
         # What a template renders depends on the roles and keys: here one record of each kind is checked for the others,
         # and every record when it is tokenised.
         shape = repr([(message["role"], sorted(message)) for message in for_template(record["messages"])])

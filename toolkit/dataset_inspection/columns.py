@@ -72,7 +72,8 @@ def resolve_layout(columns: Iterable[str], wanted: str, *, key: str, name: str) 
         fix = f"Set {setting} to one of {', '.join(fitting)}"
         return Problem(code="DATA_FORMAT", key=setting, message=message, fix=fix)
     accepted = (
-        "text; prompt and completion; messages; instruction, input and output (Alpaca); or conversations (ShareGPT)"
+        "text; prompt and completion; messages; instruction, input and output (Alpaca); conversations (ShareGPT); or "
+        "input_ids"
         if wanted == "auto"
         else needed
     )

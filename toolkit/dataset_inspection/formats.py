@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from toolkit.config.job import Data
+from toolkit.config.job import Data, LossOn
 from toolkit.errors import Problem
 
-Format = Literal["text", "prompt_completion", "messages"]
+Format = Literal["text", "prompt_completion", "messages", "tokens"]
 FORMAT_COLUMNS: dict[Format, tuple[str, ...]] = {
     "text": ("text",),
     "prompt_completion": ("prompt", "completion"),
     "messages": ("messages",),
+    "tokens": ("input_ids",),
 }
 # A message that calls a tool may have no content.
 _CALLS = ("tool_calls", "function_call")
-LOSS_ON_FORMAT: dict[str, Format] = {"completion": "prompt_completion", "assistant": "messages"}
+LOSS_ON_FORMAT: dict[LossOn, Format] = {
+    "completion": "prompt_completion",
+    "assistant": "messages",
+    "last_assistant": "messages",
+}
+# Label of a token that does not count in the loss, as everywhere in transformers.
+_NOT_LEARNED = -100
 
 
 def as_format(name: str) -> Format:
@@ -28,6 +35,8 @@ def record_fault(record: Mapping[str, Any], format_: Format) -> str | None:
     """Return why a record is not a valid document of this format; None if it is."""
     if format_ == "messages":
         return _messages_fault(record.get("messages"))
+    if format_ == "tokens":
+        return _tokens_fault(record)
     for column in FORMAT_COLUMNS[format_]:
         if not isinstance(value := record.get(column), str):
             return f"{column} is {kind_of(value)}, not a string"
@@ -58,14 +67,38 @@ def section_problems(data: Data) -> list[Problem]:
     return problems
 
 
-def loss_on_problem(loss_on: str, format_: Format, *, key: str = "data.loss_on") -> Problem | None:
+def loss_on_problem(loss_on: LossOn, format_: Format, *, key: str = "data.loss_on") -> Problem | None:
     """Return the problem DATA_LOSS_ON if the format has no tokens of the kind that `data.loss_on` names."""
-    needed = LOSS_ON_FORMAT.get(loss_on, format_)
+    needed = "messages" if isinstance(loss_on, tuple) else LOSS_ON_FORMAT.get(loss_on, format_)
     if needed == format_:
         return None
     allowed = "all" + "".join(f" or {name}" for name, of in LOSS_ON_FORMAT.items() if of == format_)
-    message = f"{key}={loss_on} needs the format {needed}, but the data is {format_}"
+    said = loss_on if isinstance(loss_on, str) else ", ".join(loss_on)
+    message = f"{key}={said} needs the format {needed}, but the data is {format_}"
     return Problem(code="DATA_LOSS_ON", key=key, message=message, fix=f"Set {key} to {allowed}")
+
+
+def _tokens_fault(record: Mapping[str, Any]) -> str | None:
+    ids = record.get("input_ids")
+    if not isinstance(ids, list) or not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+        return (
+            f"input_ids is {kind_of(ids)}, not a list of whole numbers"
+            if not isinstance(ids, list)
+            else ("input_ids has an item that is not a whole number")
+        )
+    if any(not 0 <= each < 2**31 for each in ids):
+        return "input_ids has a number that is no token id"
+    for column, allowed in (("labels", None), ("attention_mask", (0, 1))):
+        values = record.get(column)
+        if values is None:
+            continue
+        if not isinstance(values, list) or len(values) != len(ids):
+            return f"{column} is not a list of as many numbers as input_ids"
+        for at, (value, token) in enumerate(zip(values, ids, strict=True)):
+            if value not in (allowed or (_NOT_LEARNED, token)):
+                rule = "0 nor 1" if allowed else f"{_NOT_LEARNED} nor input_ids[{at}]={token}: labels are not shifted"
+                return f"{column}[{at}] is {value!r}, neither {rule}"
+    return None
 
 
 def _messages_fault(messages: Any) -> str | None:

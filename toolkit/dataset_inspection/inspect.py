@@ -200,7 +200,10 @@ def _look_at(
         key=key,
         loss_on=loss_on,
     )
-    return _facts_of(source, head, facts, template=template, problems=problems)
+    if data.preprocess is not None:  # what it makes of the records is known when they are loaded
+        problems += head.problems
+        return facts
+    return _facts_of(source, head, facts, data.system_prompt, template=template, problems=problems)
 
 
 def _local_problems(source: DataSource, kind: Kind, *, key: str) -> Iterable[Problem]:
@@ -216,6 +219,7 @@ def _facts_of(
     source: DataSource,
     head: Head,
     facts: SourceFacts,
+    system_prompt: str | None,
     *,
     template: ChatTemplate | None,
     problems: list[Problem],
@@ -243,7 +247,9 @@ def _facts_of(
     problems += _blank_problems(head.records, layout.format, key=key, name=name)
     unread_keys = None
     if layout.format == "messages":
-        problems += conversation_problems(head.records, layout, facts.loss_on, template, key=key, name=name)
+        problems += conversation_problems(
+            head.records, layout, facts.loss_on, template, key=key, name=name, system_prompt=system_prompt
+        )
         said = [record.get(layout.needed[0]) for _, record in head.records]
         unread_keys = unread_key_warning(name, said, template=None if template is None else template.text)
     return replace(facts, format=layout.format, unread=_unread(layout, head), unread_keys=unread_keys)
@@ -297,6 +303,7 @@ def _type_problems(
         "text": 'Make text a string: {"text": "..."}',
         "prompt_completion": 'Make both strings: {"prompt": "...", "completion": "..."}',
         "messages": 'Write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
+        "tokens": 'Write {"input_ids": [1, 2, 3]}, and labels of the same length with -100 where nothing is learned',
         "alpaca": 'Make them strings: {"instruction": "...", "input": "", "output": "..."}',
         "sharegpt": 'Write {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
     }

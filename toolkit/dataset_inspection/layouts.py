@@ -71,6 +71,8 @@ def fitting_layouts(columns: tuple[str, ...], wanted: str) -> list[Layout]:
     for layout in LAYOUTS:
         if set(layout.needed) <= set(columns) and (layout is not ALPACA_CHAT or wanted == "messages"):
             fitting.setdefault(layout.format, layout)
+    if len(fitting) > 1 and wanted != "tokens":  # tools leave their tokens beside the text
+        fitting.pop("tokens", None)
     return list(fitting.values())
 
 
@@ -145,12 +147,15 @@ def _sharegpt_chat(record: Record) -> dict[str, Any]:
     return {"messages": messages}
 
 
+_OPTIONAL: dict[Format, tuple[str, ...]] = {"messages": ("tools",), "tokens": ("labels", "attention_mask")}
+
+
 def _own(format_: Format) -> Layout:
     return Layout(
         name=format_,
         format=format_,
         needed=FORMAT_COLUMNS[format_],
-        optional=("tools",) if format_ == "messages" else (),
+        optional=_OPTIONAL.get(format_, ()),
         fault=_own_fault(format_),
     )
 

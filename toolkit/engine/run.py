@@ -219,6 +219,7 @@ class Run:
             seed=self.plan.job.train.seed,
             start_step=self.step_count,
             num_steps=total,
+            group_by_length=self.plan.job.data is not None and self.plan.job.data.group_by_length,
         )
 
     @checks_arguments

@@ -85,6 +85,8 @@ def training_arguments(draft: UncheckedPlan) -> dict[str, Any]:
         "liger_kernel_config": dict(LIGER_KERNELS) if train.loss == "liger" else None,
         "use_cpu": draft.on_cpu,
     }
+    if draft.job.data is not None and draft.job.data.group_by_length:
+        arguments["train_sampling_strategy"] = "group_by_length"
     return arguments | _strategy_arguments(draft)
 
 

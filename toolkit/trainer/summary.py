@@ -19,8 +19,9 @@ def describe_data(data: PreparedData) -> str:
     ]
     if report.truncated and data.train.packing != "wrapped":
         parts.append(f"{report.truncated:,} documents cut")
-    if report.dropped_documents or report.dropped_sequences:
-        parts.append(f"{report.dropped_documents:,} documents and {report.dropped_sequences:,} sequences dropped")
+    left_out = report.dropped_documents + report.dropped_long
+    if left_out or report.dropped_sequences:
+        parts.append(f"{left_out:,} documents and {report.dropped_sequences:,} sequences dropped")
     if report.padding_fraction:
         parts.append(f"{report.padding_fraction:.0%} padding")
     if data.eval is not None:

@@ -27,4 +27,16 @@ def sources_named_once(draft: UncheckedPlan) -> Iterator[Problem]:
         yield from section_problems(draft.job.data)
 
 
-RULES = (packing_attention, sources_named_once)
+def lengths_to_group(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse grouping by length of rows that all have one length."""
+    data = draft.job.data
+    if data is not None and data.group_by_length and data.packing != "none":
+        yield Problem(
+            code="GROUP_BY_LENGTH",
+            key="data.group_by_length",
+            message=f"group_by_length=true with packing={data.packing}: all rows have sequence_length tokens",
+            fix="Remove it, or set data.packing to none",
+        )
+
+
+RULES = (packing_attention, sources_named_once, lengths_to_group)

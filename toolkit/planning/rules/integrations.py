@@ -89,6 +89,7 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
         )
     yield from _own_loop_problems(draft, consumer)
     yield from _cpu_problems(draft, consumer)
+    yield from _order_problems(draft, consumer)
     yield from _option_problems(draft, consumer)
     yield from _group_problems(draft, consumer)
     yield from _loss_problems(draft, consumer)
@@ -138,6 +139,18 @@ def _group_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
                 fix=f"Leave it out, with parameter groups in your script, or {OWN}",
                 source="transformers trainer.py create_optimizer",
             )
+
+
+def _order_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
+    """Yield an order of the rows that a script's own loader does not know."""
+    data = draft.job.data
+    if data is not None and data.group_by_length and consumer == "accelerate":
+        yield Problem(
+            code="INTEGRATION_LOOP",
+            key="data.group_by_length",
+            message="group_by_length orders the rows in our loader, which a script of yours does not have",
+            fix=f"Leave it out and give your DataLoader such a sampler, or {OWN}",
+        )
 
 
 def _option_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:

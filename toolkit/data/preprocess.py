@@ -1,0 +1,96 @@
+"""A function of the user's that changes records before they are read, or leaves them out (`data.preprocess`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from toolkit.config.user_code import code_file, imported
+from toolkit.data.origins import place_of
+from toolkit.dataset_inspection.inspect import SourceFacts
+from toolkit.errors import DataError, first_line
+
+_KEY = "data.preprocess"
+_VERSION = 1  # increased when the files below change
+
+
+def preprocessed(
+    documents: Any, name: str, source: SourceFacts, *, key: str, cache_dir: Path
+) -> tuple[Any, np.ndarray]:
+    """Apply a function of the user's to each record of a source, or open what an earlier call left in `cache_dir`.
+
+    The result depends on the records, on the name of the function and on the text of its module, not of modules that it imports.
+
+    Args:
+        documents: A `Dataset`.
+        name: The function as `module:function`.
+        source: Source of the records.
+        key: Key path of the source.
+        cache_dir: Folder of the result.
+    Returns:
+        The records that it returned, and the number of the record that each was made of; int64.
+    Raises:
+        SpecError: USER_CODE. DataError: DATA_PREPROCESS; DATA_TOO_SMALL, if it leaves no record.
+    """
+    function = imported(_KEY, name)
+    file = code_file(name)
+    text = b"" if file is None else file.read_bytes()
+    parts = (str(_VERSION), documents._fingerprint, name, hashlib.sha256(text).hexdigest())
+    folder = cache_dir / f"preprocessed-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}"
+    if not folder.is_dir():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir, prefix="preprocessing-") as scratch:
+            _write(documents, function, name, source, Path(scratch) / "made")
+            try:
+                (Path(scratch) / "made").rename(folder)
+            except OSError:  # another rank was first
+                if not folder.is_dir():
+                    raise
+    rows = np.load(folder / "rows.npy")
+    if not len(rows):
+        message, fix = f"{_KEY}={name} leaves none of the records of {source.name}", "Return the records to train on"
+        raise DataError.of(code="DATA_TOO_SMALL", key=key, message=message, fix=fix)
+    try:
+        made = datasets.load_dataset(
+            "json", data_files=[str(folder / "records.jsonl")], split="train", cache_dir=str(cache_dir)
+        )
+    except Exception as error:  # as of a file of the user's: the libraries raise dozens of types
+        raise _refused(
+            name, f"its records of {source.name} are no table: {first_line(error.__cause__ or error)}"
+        ) from error
+    return made, rows
+
+
+def _write(documents: Any, function: Callable[..., Any], name: str, source: SourceFacts, folder: Path) -> None:
+    folder.mkdir()
+    kept: list[int] = []
+    with (folder / "records.jsonl").open("w", encoding="utf-8") as file:
+        for index, record in enumerate(documents):
+            try:
+                made = function(dict(record))
+            except Exception as error:  # the function is the user's
+                what = f"{type(error).__name__}: {first_line(error)}"
+                raise _refused(name, f"it fails at {place_of(source, index)}: {what}") from error
+            if made is None:
+                continue
+            try:
+                if not isinstance(made, Mapping):
+                    raise TypeError(f"{type(made).__name__} is neither a dict nor None")
+                file.write(json.dumps(dict(made), ensure_ascii=False) + "\n")
+            except (TypeError, ValueError) as error:
+                where = place_of(source, index)
+                raise _refused(name, f"what it returns for {where} cannot be read: {first_line(error)}") from error
+            kept.append(index)
+    np.save(folder / "rows.npy", np.asarray(kept, np.int64))
+
+
+def _refused(name: str, what: str) -> DataError:
+    fix = "Return a dict of text, numbers, lists and dicts with the same keys for each record, or None to leave it out"
+    return DataError.of(code="DATA_PREPROCESS", key=_KEY, message=f"{_KEY}={name}: {what}", fix=fix)
