@@ -17,6 +17,8 @@ ONE_B = 1_235_814_400  # parameters of llama-3.2-1b
         ({"save_total_limit": 5}, 6),
         ({"max_steps": 100, "save_steps": 10}, 3),
         ({"max_steps": 100, "save_steps": 500}, 1),
+        ({"max_steps": 100, "save_steps": 0.6, "save_total_limit": 5}, 2),
+        ({"num_train_epochs": 3, "save_steps": 0.4, "save_total_limit": 5}, 3),
         ({"max_steps": 100, "save_steps": 60, "save_total_limit": 5}, 2),
     ],
 )

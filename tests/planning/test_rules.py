@@ -142,6 +142,7 @@ BROKEN = [
     ("BEST_UNUSED", "train.early_stopping_threshold", "0.1", {"train": {"early_stopping_threshold": 0.1, "load_best_model_at_end": True}, "data": {"train": "org/set", "validation_fraction": 0.1}}),
     ("BEST_METRIC", "train.metric_for_best_model", "accuracy", {"train": {"metric_for_best_model": "accuracy", "load_best_model_at_end": True}, "data": {"train": "org/set", "validation_fraction": 0.1}}),
     ("BEST_STEPS", "train.save_steps", "eval_steps=4", {"train": {"save_steps": 6, "eval_steps": 4, "load_best_model_at_end": True}, "data": {"train": "org/set", "validation_fraction": 0.1}}),
+    ("BEST_STEPS", "train.save_steps", "eval_steps=0.25", {"train": {"save_steps": 0.5, "eval_steps": 0.25, "load_best_model_at_end": True}, "data": {"train": "org/set", "validation_fraction": 0.1}}),
     ("METRICS_LOGITS", "train.compute_metrics", "loss=chunked", {"train": {"compute_metrics": "a:b", "loss": "chunked"}, "data": {"train": "org/set", "validation_fraction": 0.1}}),
     ("METRICS_LOGITS", "train.compute_metrics", "tensor=2", {"model": "llama-3.2-1b", "train": {"compute_metrics": "a:b"}, "parallel": {"tensor": 2}, "data": {"train": "org/set", "validation_fraction": 0.1}}),
     ("PACKING_COMPILE", "data.packing", "torch_compile", {"data": {"train": "org/set", "packing": "separated"}, "train": {"torch_compile": True}}),

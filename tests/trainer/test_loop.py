@@ -205,7 +205,7 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     results["lora"] = _run(root, "lora", train=lora)
     results["lora-first"] = _run(root, "lora-parts", stop_after=4, train=lora)
     results["lora-second"] = _run(root, "lora-parts", resume="checkpoint-4", train=lora)
-    epochs = {"max_steps": None, "num_train_epochs": 1.5, "logging_steps": 5, "eval_steps": 6, "save_steps": 4}
+    epochs = {"max_steps": None, "num_train_epochs": 1.5, "logging_steps": 5, "eval_steps": 0.4, "save_steps": 0.3}
     epochs |= {"save_total_limit": 2, "report_to": ["tensorboard"], "train_batch_size": None}
     epochs |= {"callbacks": ["hooks_of_the_loop_test:Counts"]}
     results["epochs"] = _run(root, "epochs", train=epochs, data={"validation_fraction": 0.25, "max_samples": 24})
@@ -303,7 +303,9 @@ def test_epochs_evaluation_logging_and_tensorboard(root: Path, results: dict[str
     assert [record["step"] for record in logged] == [*range(5, done.step, 5), done.step]
     assert math.isclose(logged[-1]["epoch"], 1.5, abs_tol=0.2)
     evaluated = [record for record in records(folder) if "eval_loss" in record]
-    assert [record["step"] for record in evaluated] == sorted({*range(6, done.step + 1, 6), done.step})
+    assert [record["step"] for record in evaluated] == sorted(
+        {*range(math.ceil(0.4 * done.step), done.step + 1, math.ceil(0.4 * done.step)), done.step}
+    )
     assert all(0 < record["eval_loss"] < 7 for record in evaluated)
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     kept = [path.name for path in list_checkpoints(folder)]
@@ -333,7 +335,13 @@ def test_callbacks_of_the_job_and_what_they_keep(root: Path, results: dict[str, 
         assert (root / "windows" / f"told-{rank}-8").read_text() == "checkpoint-4 4; checkpoint-8 8"
         assert (root / "window-parts" / f"told-{rank}-4").read_text() == "checkpoint-4 4"
         assert (root / "window-parts" / f"told-{rank}-8").read_text() == "checkpoint-8 8"
-    assert "evaluation 6" in (root / "epochs" / f"told-1-{results['epochs'].step}").read_text()
+    last = results["epochs"].step
+    every = math.ceil(0.3 * last)
+    told = (root / "epochs" / f"told-1-{last}").read_text().split("; ")
+    assert [word for word in told if word.startswith("checkpoint")] == [
+        f"checkpoint-{step} {step}" for step in sorted({*range(every, last + 1, every), last})
+    ]
+    assert [word for word in told if word.startswith("evaluation")][-1] == f"evaluation {last}"
 
 
 def test_the_best_checkpoint_stays_and_a_run_ends_early(root: Path, results: dict[str, Any]) -> None:

@@ -64,6 +64,10 @@ def _of_sources(plan: Plan) -> Any:
     return [source.model_dump(exclude={"path"}, exclude_defaults=True) for source in sources]
 
 
+def _sample(name: str) -> Callable[[Plan], Any]:
+    return lambda plan: getattr(plan.job.train.samples, name, None)
+
+
 def _optimizer_is(*names: str) -> Both:
     return lambda now, then: now.job.train.optimizer == then.job.train.optimizer and now.job.train.optimizer in names
 
@@ -262,7 +266,8 @@ RULES: dict[str, Rule] = {
     **_each(
         _TOLD, "train", "eval_on_start compute_metrics load_best_model_at_end metric_for_best_model greater_is_better"
     ),
-    **_each(_TOLD, "train", "early_stopping_patience early_stopping_threshold samples"),
+    **_each(_TOLD, "train", "early_stopping_patience early_stopping_threshold"),
+    **{f"train.samples.{name}": replace(_TOLD, value=_sample(name)) for name in ("prompts", "max_new_tokens")},
     # Location and length of the run.
     "train.output_dir": _FREE,
     **_each(_FREE, "cluster", "gpu host_memory_gib nvme_path master_port transformers kernel_packages"),

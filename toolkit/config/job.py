@@ -286,12 +286,12 @@ class Train(Section):
     """Optimizer steps of the run."""
     num_train_epochs: PositiveNumber | None = None
     """Passes over the data, in place of `max_steps`."""
-    save_steps: Count | None = None
-    """Optimizer steps between checkpoints; one is written at the end in any case."""
+    save_steps: Count | OpenFraction | None = None
+    """Optimizer steps between checkpoints, or below 1 their share of the run; one is written at the end in any case."""
     save_total_limit: Count | None = None
     """Number of checkpoints to keep; older ones are deleted."""
-    eval_steps: Count | None = None
-    """Optimizer steps between evaluations; one is made at the end in any case."""
+    eval_steps: Count | OpenFraction | None = None
+    """Optimizer steps between evaluations, or below 1 their share of the run; one is made at the end in any case."""
     eval_on_start: StrictBool = False
     """Evaluates before the first step, too."""
     compute_metrics: UserCode | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.planning.settings import steps_between
 from toolkit.planning.state_bytes import written_bytes
 from toolkit.planning.unchecked_plan import UncheckedPlan, trainable_parameters
 
@@ -55,7 +57,9 @@ def disk_use(draft: UncheckedPlan, *, total: int, trainable: int) -> DiskUse:
     if draft.job.train.load_best_model_at_end and settings.save_total_limit == 1:
         at_once += 1  # the best one beside the last
     if settings.max_steps is not None:
-        at_once = min(at_once, -(-settings.max_steps // settings.save_steps))
+        at_once = min(at_once, -(-settings.max_steps // steps_between(settings.save_steps, settings.max_steps)))
+    elif settings.save_steps < 1:
+        at_once = min(at_once, math.ceil(1 / settings.save_steps))
     return DiskUse(
         checkpoint_bytes=written_bytes(draft, total=ranks * total, trainable=ranks * trainable),
         num_checkpoints=at_once,

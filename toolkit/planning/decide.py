@@ -219,7 +219,7 @@ def _decide_warmup(job: Job, chooser: Chooser) -> float | None:
     return chooser.choose("train.warmup_ratio", None, 0.03, "3 % of all steps steady Adam's first moments")
 
 
-def _decide_eval_steps(job: Job, save_steps: int, chooser: Chooser) -> int | None:
+def _decide_eval_steps(job: Job, save_steps: float, chooser: Chooser) -> float | None:
     data = job.data
     if data is None or (data.eval is None and data.validation_fraction is None):
         return None

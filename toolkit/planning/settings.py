@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from toolkit.config.fields import Count, Fraction, NonNegativeCount, PipelineSchedule, ZeroStage, adapter_of
+from toolkit.config.fields import (
+    Count,
+    Fraction,
+    NonNegativeCount,
+    OpenFraction,
+    PipelineSchedule,
+    ZeroStage,
+    adapter_of,
+)
 from toolkit.config.job import Attention, Dtype, Job, Kernels, Precision
 from toolkit.planning.batch import Batch
 
@@ -55,7 +64,8 @@ class Settings:
         warmup_ratio: Share of all steps that warm up; used when `warmup_steps` is None.
         max_steps: Optimizer steps; None when epochs set the length.
         num_train_epochs: Passes over the data; None when `max_steps` sets the length.
-        eval_steps: Steps between evaluations; None without evaluation data.
+        save_steps: Steps between checkpoints, or below 1 their share of the run.
+        eval_steps: Steps between evaluations, or below 1 their share of the run; None without evaluation data.
         sub_group_size: Parameters per ZeRO-3 optimizer sub-group.
         sequence_parallel: Whether tensor ranks hold shards of the sequence between sharded layers.
         kernels: Implementation of norms and gated activations.
@@ -79,9 +89,9 @@ class Settings:
     warmup_ratio: Fraction | None
     max_steps: Count | None
     num_train_epochs: PositiveFloat | None
-    save_steps: Count
+    save_steps: Count | OpenFraction
     save_total_limit: Count
-    eval_steps: Count | None
+    eval_steps: Count | OpenFraction | None
     offload_ratio: Fraction
     sub_group_size: PositiveInt
     reduce_bucket_size: PositiveInt
@@ -135,6 +145,15 @@ class Settings:
     def check(self) -> None:
         """Raise the errors of `from_dict` where a value has the wrong type or lies outside its range."""
         Settings.from_dict(self.to_dict())
+
+
+def steps_between(interval: float, num_steps: int) -> int:
+    """Return an interval in steps, which below 1 is a share of the run.
+
+    Source:
+        transformers trainer_callback.py TrainerState.compute_steps.
+    """
+    return int(interval) if interval >= 1 else math.ceil(num_steps * interval)
 
 
 def dtype_of(precision: Precision) -> Dtype:

@@ -22,6 +22,7 @@ from toolkit.engine.forward_backward import MicroBatch
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
 from toolkit.launch.signals import asking
+from toolkit.planning.settings import steps_between
 from toolkit.trainer.checks import check_stop_after
 from toolkit.trainer.memory_check import compare_memory
 from toolkit.trainer.metrics import Meter, MetricsWriter
@@ -94,6 +95,11 @@ class Session:
         assert self.run.num_steps is not None, "the loader has fixed it"
         return self.run.num_steps
 
+    @property
+    def save_every(self) -> int:
+        """Optimizer steps between checkpoints."""
+        return steps_between(self.plan.settings.save_steps, self.num_steps)
+
     def go(self) -> TrainResult:
         """Train to the end of the run, of the session, or to the step at which it was asked to stop."""
         run = self.run
@@ -120,7 +126,7 @@ class Session:
                         logged_at = step
                     self._evaluate_when_due(last=step == run.num_steps, ends=last)
                     last = last or run.should_stop or self.best.stopped
-                    if step % self.plan.settings.save_steps == 0 or last:
+                    if step % self.save_every == 0 or last:
                         self._check(loss)
                         self._save(probe=last or self.plan.job.train.load_best_model_at_end)
                     if last or run.should_stop:
@@ -197,14 +203,14 @@ class Session:
             ends: Whether the session ends after it, with a checkpoint.
         """
         every, held, step = self.plan.settings.eval_steps, self.data.eval, self.run.step_count
-        if every is None or held is None or (step % every and not last):
+        if every is None or held is None or (step % steps_between(every, self.num_steps) and not last):
             return
         if not self._evaluate(held) or not self.best.is_watched:
             return
         metrics = [self.run.metrics]
         dist.broadcast_object_list(metrics, src=0)  # replicas may differ in the last bit, and must decide alike
         self.best.seen(metrics[0])
-        if step % self.plan.settings.save_steps == 0 or ends or self.best.stopped:
+        if step % self.save_every == 0 or ends or self.best.stopped:
             self.best.saved(metrics[0], step)
 
     def _evaluate(self, held: PackedDataset) -> bool:

@@ -216,15 +216,22 @@ def best_model(draft: UncheckedPlan) -> Iterator[Problem]:
             message=f"metric_for_best_model={train.metric_for_best_model}: without train.compute_metrics an evaluation has eval_loss alone",
             fix="Set train.metric_for_best_model to loss, or train.compute_metrics to a function that gives it",
         )
-    if train.load_best_model_at_end and settings.eval_steps is not None and settings.save_steps % settings.eval_steps:
+    if train.load_best_model_at_end and not _saves_follow(settings.save_steps, settings.eval_steps):
         yield Problem(
             code="BEST_STEPS",
             key="train.save_steps",
             message=f"save_steps={settings.save_steps} is not a multiple of eval_steps={settings.eval_steps}, with load_best_model_at_end=true: "
             "checkpoints would be saved that no evaluation has judged",
-            fix=f"Set train.save_steps to a multiple of {settings.eval_steps}",
+            fix=f"Set train.save_steps to {'a multiple of ' if (settings.eval_steps or 0) >= 1 else ''}{settings.eval_steps}",
             source="transformers training_args.py __post_init__",
         )
+
+
+def _saves_follow(save_steps: float, eval_steps: float | None) -> bool:
+    """Return whether each checkpoint is at a step with an evaluation; shares of the run are rounded to steps, each its own way."""
+    if eval_steps is None or save_steps == eval_steps:
+        return True
+    return min(save_steps, eval_steps) >= 1 and save_steps % eval_steps == 0
 
 
 def metrics_of_logits(draft: UncheckedPlan) -> Iterator[Problem]:
