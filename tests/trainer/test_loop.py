@@ -209,7 +209,7 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     epochs |= {"save_total_limit": 2, "report_to": ["tensorboard"], "train_batch_size": None}
     epochs |= {"callbacks": ["hooks_of_the_loop_test:Counts"]}
     results["epochs"] = _run(root, "epochs", train=epochs, data={"validation_fraction": 0.25, "max_samples": 24})
-    rotate = {"save_total_limit": 2, "save_steps": 2}
+    rotate = {"save_total_limit": 2, "save_steps": 2, "profile": {"wait": 0, "active": 1}}
     results["branch"] = _run(root, "branch", train=rotate)
     results["back"] = _run(root, "branch", resume="checkpoint-6", stop_after=7, train=rotate)
     results["nan"] = _poison(root)
@@ -342,6 +342,16 @@ def test_callbacks_of_the_job_and_what_they_keep(root: Path, results: dict[str, 
         f"checkpoint-{step} {step}" for step in sorted({*range(every, last + 1, every), last})
     ]
     assert [word for word in told if word.startswith("evaluation")][-1] == f"evaluation {last}"
+
+
+def test_steps_are_profiled_on_every_rank(root: Path, results: dict[str, Any]) -> None:
+    folder = root / "branch" / "profile"
+    for rank in range(2):
+        assert list(folder.glob(f"rank-{rank}.*.pt.trace.json"))
+    found = json.loads((folder / "summary.json").read_text())
+    seconds = {row["name"]: row["seconds"] for row in found["categories"]}
+    assert all(seconds[name] > 0 for name in ("matrix products", "communication", "optimizer", "data"))
+    assert math.isclose(sum(seconds.values()), found["step_seconds"], rel_tol=0.2), "threads of gloo run beside it"
 
 
 def test_the_best_checkpoint_stays_and_a_run_ends_early(root: Path, results: dict[str, Any]) -> None:

@@ -64,6 +64,10 @@ def _of_sources(plan: Plan) -> Any:
     return [source.model_dump(exclude={"path"}, exclude_defaults=True) for source in sources]
 
 
+def _profiled(name: str) -> Callable[[Plan], Any]:
+    return lambda plan: getattr(plan.job.train.profile, name, None)
+
+
 def _sample(name: str) -> Callable[[Plan], Any]:
     return lambda plan: getattr(plan.job.train.samples, name, None)
 
@@ -267,6 +271,10 @@ RULES: dict[str, Rule] = {
         _TOLD, "train", "eval_on_start compute_metrics load_best_model_at_end metric_for_best_model greater_is_better"
     ),
     **_each(_TOLD, "train", "early_stopping_patience early_stopping_threshold"),
+    **{
+        f"train.profile.{name}": replace(_TOLD, value=_profiled(name))
+        for name in ("wait", "warmup", "active", "repeat")
+    },
     **{f"train.samples.{name}": replace(_TOLD, value=_sample(name)) for name in ("prompts", "max_new_tokens")},
     # Location and length of the run.
     "train.output_dir": _FREE,

@@ -29,6 +29,7 @@ COMMANDS = (
     "plan",
     "emit",
     "train",
+    "profile",
     "calibrate",
     "launch",
     "checkpoint",

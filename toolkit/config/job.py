@@ -203,6 +203,19 @@ class Samples(Section):
     """Most tokens that are written after a prompt; each takes a forward pass of every rank."""
 
 
+class Profile(Section):
+    """Which steps of a session torch.profiler records, by the names of its schedule."""
+
+    wait: NonNegativeCount = 1
+    """Steps that are skipped first."""
+    warmup: NonNegativeCount = 1
+    """Steps that are then run under the profiler, and thrown away."""
+    active: Count = 3
+    """Steps that are recorded."""
+    repeat: Count = 1
+    """How often all of that is done."""
+
+
 class Train(Section):
     """How to train; what is left out, the plan decides and explains."""
 
@@ -323,6 +336,8 @@ class Train(Section):
     """Classes of yours as `module:Class`, made once on every rank; their methods `on_step_end(run, loss)`,
     `on_evaluation(run, loss)`, `on_save(run, folder)` and `on_end(run)` are called, those that they have.
     """
+    profile: Profile | None = None
+    """Records steps into output_dir/profile: traces for TensorBoard and Perfetto, where the time goes, on cards the memory."""
     torch_compile: StrictBool = False
     """Compiles the model with torch.compile."""
     seed: Seed = 0

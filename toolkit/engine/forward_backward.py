@@ -73,7 +73,8 @@ class GradientAccumulation:
             total += reported
             if index == len(micro_batches) - 1 and self._keeps_no_norm:
                 self.plain_norm = norm_without_wrapper(self._engine.module, self._world)
-            self._engine.step()
+            with torch.profiler.record_function("toolkit::optimizer"):
+                self._engine.step()
             self._memory.end("step")
         return total
 

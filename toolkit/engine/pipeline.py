@@ -65,7 +65,8 @@ class PipelineForwardBackward(ScheduleRunner):
         with self._reduction.step():
             self.run_actions()
         self._memory.end("backward")
-        self._engine.step()
+        with torch.profiler.record_function("toolkit::optimizer"):
+            self._engine.step()
         self._memory.end("step")
         for loss in self._losses:
             total += loss

@@ -14,6 +14,9 @@ from toolkit.planning.checkpoint_size import foreseen_disk_use
 from toolkit.planning.plan import Plan
 from toolkit.units import format_bytes
 
+# Names of what a profile writes into output_dir.
+PROFILE_FOLDER, PROFILE_SUMMARY = "profile", "summary.json"
+
 
 def check_stop_after(stop_after: int | None, step: int) -> None:
     """Refuse to end a session at or before the step at which it begins.
@@ -41,7 +44,7 @@ def guard_output(plan: Plan, *, resuming: bool, overwrite: bool) -> None:
     folder = plan.output_dir
     if resuming or not overwrite or not held_output(folder):
         return
-    for name in (*held_output(folder), "export", "tensorboard", "samples.jsonl"):
+    for name in (*held_output(folder), "export", "tensorboard", "samples.jsonl", PROFILE_FOLDER):
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)

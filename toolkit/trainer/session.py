@@ -23,9 +23,10 @@ from toolkit.engine.run import Run
 from toolkit.errors import RunError
 from toolkit.launch.signals import asking
 from toolkit.planning.settings import steps_between
-from toolkit.trainer.checks import check_stop_after
+from toolkit.trainer.checks import PROFILE_FOLDER, check_stop_after
 from toolkit.trainer.memory_check import compare_memory
 from toolkit.trainer.metrics import Meter, MetricsWriter
+from toolkit.trainer.profiler import Profiler
 from toolkit.trainer.progress import Reporter
 from toolkit.trainer.samples import FILE as SAMPLES
 from toolkit.trainer.samples import Samples, shown_text
@@ -87,6 +88,7 @@ class Session:
         self.last_loss: float | None = None
         self.best = Best(self.plan, run.state)
         self.samples = Samples(run, tokenizer)
+        self.profiler = Profiler(run, self.plan.job.train.profile, self.plan.output_dir / PROFILE_FOLDER)
         self.window = torch.zeros((), dtype=torch.float64, device=run.world.device)
 
     @property
@@ -113,11 +115,12 @@ class Session:
         self.reporter.start(done=run.step_count, total=self.num_steps)
         started_at = logged_at = run.step_count
         try:
-            with asking(run.request_stop):
+            with asking(run.request_stop), self.profiler:
                 if self.plan.job.train.eval_on_start and run.step_count == 0 and self.data.eval is not None:
                     self._evaluate(self.data.eval)
-                for batch in self.batches:
+                for batch in self.profiler.fetched(self.batches):
                     loss = run.step(batch)
+                    self.profiler.step()
                     self.window += loss
                     step = run.step_count
                     last = step == run.num_steps or run.should_stop or step == self.stop_after

@@ -60,14 +60,14 @@ def run_rank(
             code = INTERRUPTED_EXIT_CODE
         except BaseException as error:
             if not interrupt.came:
-                return _told(error, log_dir)
+                return told(error, log_dir)
             code = INTERRUPTED_EXIT_CODE  # interrupted here, but perhaps not on a rank that this one waited for
         if code == INTERRUPTED_EXIT_CODE:
             ignore_from_here()  # a launcher that sees one rank end signals the others again, whatever they are doing
     return code
 
 
-def _told(error: BaseException, log_dir: Path | None) -> int:
+def told(error: BaseException, log_dir: Path | None) -> int:
     """Write an error for the launcher, or print it if there is none; return the exit code."""
     if log_dir is not None:
         identity = rank_from_environment(os.environ)

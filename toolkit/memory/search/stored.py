@@ -57,7 +57,7 @@ OF_THE_RUN = frozenset(
         "callbacks",
     }
     | {"eval_on_start", "compute_metrics", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"}
-    | {"early_stopping_patience", "early_stopping_threshold", "samples"}
+    | {"early_stopping_patience", "early_stopping_threshold", "samples", "profile"}
 )
 # What a trace does not depend on; all other keys are part of its key.
 _SETTINGS_APART = frozenset(
