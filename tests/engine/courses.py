@@ -134,7 +134,8 @@ def _reference(arguments: str) -> Course:
     architecture, train, config, data, steps, drawn_on = json.loads(arguments)
     packed = train.get("method") == "qlora"
     train |= {"method": "lora"} if packed else {}
-    plan = tiny_plan(architecture, train=train, parallel={"zero_stage": 0}, config=config)
+    where = {"strategy": "ddp", "zero_stage": None} if train["optimizer"] == "lion" else {"zero_stage": 0}
+    plan = tiny_plan(architecture, train=train, parallel=where, config=config)
     model = build_model(plan, device=torch.device(drawn_on)).cpu()
     if packed:
         pack_by_bitsandbytes(model)
@@ -144,8 +145,7 @@ def _reference(arguments: str) -> Course:
         {"params": [weight], "weight_decay": decay if weight.ndim > 1 else 0.0, "lr": rate_of(name, train)}
         for name, weight in trained.items()
     ]
-    kind = torch.optim.SGD if train["optimizer"] == "sgd" else torch.optim.AdamW
-    optimizer = kind(groups, lr=train["learning_rate"])
+    optimizer = plain_optimizer(train["optimizer"])(groups, lr=train["learning_rate"])
     losses, norms, snapshots = [], [], []
     for step in range(steps):
         batches = [batch for rank in step_batches(step, **data) for batch in rank]
@@ -157,6 +157,14 @@ def _reference(arguments: str) -> Course:
         losses.append(float(mean.detach()))
         snapshots.append({name: weight.detach().numpy().copy() for name, weight in trained.items()})
     return Course(losses=losses, norms=norms, first=snapshots[0], last=snapshots[-1])
+
+
+def plain_optimizer(name: str) -> Any:
+    if name in ("lion", "adamw_8bit"):
+        from bitsandbytes import optim
+
+        return optim.Lion if name == "lion" else optim.AdamW8bit
+    return torch.optim.SGD if name == "sgd" else torch.optim.AdamW
 
 
 def rate_of(name: str, train: dict[str, Any]) -> float:

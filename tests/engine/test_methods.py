@@ -42,6 +42,8 @@ QLORA = ADAPTERS | {"method": "qlora"}
 ROUNDED = SGD | QLORA | BF16 | {"learning_rate": 0.5, "max_grad_norm": 0.1}
 COMPILED = {"torch_compile": True, "gradient_checkpointing": 0.5, "loss": "chunked", "max_grad_norm": 0.1}
 STRATEGIES: dict[str, dict[str, Any]] = {"zero": {"stage": 2}, "ddp": {}, "fsdp2": {}}
+# Weights of 4,096 elements and more have moments in 8 bits.
+WIDE = {"hidden_size": 64, "intermediate_size": 128}
 PATTERNS = {
     "r": 4,
     "init_lora_weights": "gaussian",
@@ -83,10 +85,26 @@ def kinds(**of: Any) -> dict[str, Case]:
     return made
 
 
-CASES = cases()
+def of_bitsandbytes() -> dict[str, Case]:
+    """8-bit AdamW, whose blocks are those of a weight, or of what a rank holds of all weights; and Lion."""
+    train = ADAM | {"optimizer": "adamw_8bit", "learning_rate": 3e-3}
+    made = {}
+    for name, of in {"ddp": {"strategy": "ddp"}, "zero 0": {"stage": 0}}.items():
+        made[f"8 bit {name}"] = Case(train=train, steps=10, config=WIDE, **of, tolerance=1e-4, weight_tolerance=1e-3)
+    apart = {f"zero {stage}": {"stage": stage} for stage in (1, 2, 3)} | {
+        "tensor": {"stage": 2, "tensor": 2, "data": 1},
+        "pipeline": {"stage": 1, "pipeline": 2, "data": 1},
+    }
+    for name, of in apart.items():
+        made[f"8 bit {name}"] = Case(train=train, steps=10, config=WIDE, **of, tolerance=1e-3, weight_tolerance=1e-2)
+    lion = ADAM | {"optimizer": "lion", "learning_rate": 1e-3, "adam_beta2": 0.99}
+    return made | {"lion ddp": Case(train=lion, steps=10, strategy="ddp", **CLOSE)}
+
+
+CASES = cases() | of_bitsandbytes()
 for _strategy, _of in (*STRATEGIES.items(), ("zero", {"stage": 3}), ("zero", {"stage": 2, "tensor": 2, "data": 1})):
     CASES |= kinds(strategy=_strategy, **_of)
-DEFAULT = tuple(f"qlora {strategy}" for strategy in STRATEGIES)
+DEFAULT = (*(f"qlora {strategy}" for strategy in STRATEGIES), "8 bit ddp", "8 bit zero 2")
 
 
 def plan_of(folder: Path, strategy: str, **train: Any) -> Plan:
@@ -171,6 +189,36 @@ SAVED: dict[str, dict[str, Any]] = {
     "ranks": {"method": "lora", "lora": PATTERNS},
     "frozen": {"freeze": ["embed"], "learning_rates": {"layers.0": 0.001}},
 }
+
+
+OF_BITSANDBYTES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "8 bit-ddp": ("ddp", {"optimizer": "adamw_8bit"}, {}),
+    "lion-ddp": ("ddp", {"optimizer": "lion"}, {}),
+    **{f"8 bit-stage {stage}": ("zero", {"optimizer": "adamw_8bit"}, {"zero_stage": stage}) for stage in range(4)},
+    "8 bit-tensor": ("zero", {"optimizer": "adamw_8bit"}, {"zero_stage": 2, "tensor": 2}),
+    "8 bit-pipeline": ("zero", {"optimizer": "adamw_8bit"}, {"zero_stage": 1, "pipeline": 2}),
+    "8 bit-bf16": ("ddp", {"optimizer": "adamw_8bit", "precision": "bf16"}, {}),
+    "8 bit-adapters": ("zero", QLORA | {"optimizer": "adamw_8bit"}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def kept_states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("states")
+    tiny_model("llama", **WIDE).save_pretrained(folder / "model")
+    plans = {}
+    for name, (strategy, train, parallel) in OF_BITSANDBYTES.items():
+        job = plan_of(folder / "model", strategy, **train).job
+        plans[name] = tk.resolve(job.with_(parallel=parallel) if parallel else job)
+    found: dict[str, Any] = run_distributed(save_and_resume, RANKS, plans, folder, timeout_seconds=600)[0]
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", OF_BITSANDBYTES)
+def test_states_of_bitsandbytes_are_in_checkpoints(name: str, kept_states: dict[str, Any]) -> None:
+    assert kept_states[name]["resumed"] == kept_states[name]["straight"]
 
 
 @pytest.fixture(scope="module")

@@ -125,12 +125,6 @@ def test_stage_0_without_a_fused_kernel(estimator):
     assert other.causes["optimizer temporaries"] == near(4 * PARAMETERS)
 
 
-def test_what_is_only_estimated_is_refused_to_a_run():
-    with pytest.raises(PlanError) as caught:
-        tk.resolve(job(parallel={}, optimizer="adamw_8bit"))
-    assert [(problem.code, problem.key) for problem in caught.value.problems] == [("ESTIMATE_ONLY", "train.optimizer")]
-
-
 def test_keys_of_deepspeed_say_nothing_to_others():
     foreign = {"strategy": "fsdp2", "zero_stage": 2, "offload": "full-cpu"}
     with pytest.raises(PlanError) as caught:

@@ -114,7 +114,7 @@ TRAIN = {
     "fp8": st.builds(dict, recipe=literal(Fp8Recipe)),
     "gradient_accumulation_dtype": literal(Dtype),
     # The 8-bit one can be estimated, not trained: no configuration of the libraries is made of it.
-    "optimizer": st.sampled_from([name for name in Optimizer.__args__ if name != "adamw_8bit"]),
+    "optimizer": st.sampled_from(Optimizer.__args__),
     "weight_decay": st.floats(0, 1),
     "adam_beta1": st.floats(0, 1, exclude_max=True),
     "adam_beta2": st.floats(0, 1, exclude_max=True),

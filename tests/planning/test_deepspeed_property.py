@@ -26,7 +26,7 @@ from toolkit.planning.deepspeed_config import merge
 OWN = {
     "OFFLOAD_RATIO", "OFFLOAD_PARTIAL_SIZE", "OFFLOAD_ACTIVATIONS", "LORA_UNUSED", "WARMUP_CONFLICT",
     "LEARNING_RATE_SCALING", "EVAL_WITHOUT_DATA", "PACKING_COMPILE", "OFFLOAD_HOST_MEMORY", "LORA_DROPOUT_EXPERTS",
-    "OFFLOAD_NVME_FROZEN", "ESTIMATE_ONLY", "LORA_UNSUPPORTED", "LORA_ADAPTER", "WEIGHTS_PATTERN", "WEIGHTS_CHOICE", "STRATEGY_KEY", "STRATEGY_REPLICAS", "STRATEGY_UNSUPPORTED", "LOSS_CARD", "LOSS_PRECISION", "FP8_UNUSED",
+    "OFFLOAD_NVME_FROZEN", "QLORA_STAGE", "OFFLOAD_OPTIMIZER", "LORA_UNSUPPORTED", "LORA_ADAPTER", "WEIGHTS_PATTERN", "WEIGHTS_CHOICE", "STRATEGY_KEY", "STRATEGY_REPLICAS", "STRATEGY_UNSUPPORTED", "LOSS_CARD", "LOSS_PRECISION", "FP8_UNUSED",
     "TP_HEADS", "TP_ARCHITECTURE", "TP_UNSUPPORTED", "TP_SEQUENCE", "TP_ZERO_STAGE",
     "DEEPSPEED_GROUPS", "DEEPSPEED_UNSUPPORTED", "ATTENTION_CLASS", "CHECKPOINTING_LAYERS", "LORA_TARGETS", "FP8_LAYERS",
     "KERNELS_CARD", "KERNELS_MODEL", "KERNELS_COMPILE",
@@ -195,7 +195,7 @@ def test_what_we_accept_deepspeed_accepts_and_uses(job):
             assert all(code.startswith("INTEGRATION_") for code in error.codes)  # noqa: PT017
             continue
         assert_used(config, plan.grid.dp)
-        assert ("optimizer" in config) == (consumer != "accelerate")
+        assert ("optimizer" in config) == (consumer != "accelerate" and job.train.optimizer != "adamw_8bit")
         assert "scheduler" not in config
 
 

@@ -244,7 +244,9 @@ class Train(Section):
     gradient_accumulation_dtype: Dtype | None = None
     """Number format in which the gradients of micro batches add up."""
     optimizer: Annotated[Optimizer, BeforeValidator(optimizer_named, json_schema_input_type=AnyOptimizer)] = "adamw"
-    """`adamw` is DeepSpeed's kernel, `adamw_torch` is torch's; `adamw_8bit` can be estimated, not trained."""
+    """`adamw` is DeepSpeed's kernel, `adamw_torch` is torch's; `adamw_8bit` and, under DDP, `lion` are those of
+    the bitsandbytes package. 8 bit: moments in blocks of 256 with a scale each (arXiv 2110.02861).
+    """
     weight_decay: NonNegativeNumber = 0.0
     """Share of each matrix, times the learning rate, that a step takes off it (`sgd` adds it to the gradient). Norms
     and biases are not decayed.

@@ -20,6 +20,7 @@ from toolkit.distributed.deepspeed_private import reset_mpu, restore_patches
 from toolkit.distributed.world import World, destroy_world, init_world
 from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
+from toolkit.engine.optimizers import made_here
 from toolkit.engine.run import Run
 from toolkit.engine.seed import seed_random_state
 from toolkit.engine.zero3_trace import compare_within
@@ -105,8 +106,10 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
     compare_within(world.dp_group)  # reset when the run is closed
     if alone:
         reset_mpu()
+    optimizer = made_here(plan, groups) if plan.job.train.optimizer == "adamw_8bit" else None
     engine, *_ = deepspeed.initialize(
         model=model,
+        optimizer=optimizer,
         model_parameters=groups,
         lr_scheduler=schedule.build,
         config=plan.deepspeed_config(),

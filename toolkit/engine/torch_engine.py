@@ -18,7 +18,16 @@ from torch.distributed.fsdp import FSDPModule
 from toolkit.distributed.dtensors import is_dtensor
 from toolkit.distributed.world import World
 from toolkit.engine.lr_scheduler import LazyLRScheduler
-from toolkit.engine.sharded_files import ENGINE_FILE, OPTIMIZER, WEIGHT, EngineRecord, load_tensors, save_tensors
+from toolkit.engine.optimizers import TABLES, complete_state, made_here
+from toolkit.engine.sharded_files import (
+    ENGINE_FILE,
+    OPTIMIZER,
+    WEIGHT,
+    EngineRecord,
+    ShardReader,
+    load_tensors,
+    save_tensors,
+)
 from toolkit.io import write_text
 from toolkit.planning.plan import Plan
 
@@ -51,7 +60,7 @@ class TorchEngine:
         self._shards = plan.job.parallel.strategy == "fsdp2"
         self.module = model
         self._wrapper: Any = model if self._shards or world.size == 1 else _replicated(plan, model, world)
-        self.optimizer = _optimizer(plan, groups)
+        self.optimizer = made_here(plan, groups)
         self.lr_scheduler = schedule.build(self.optimizer)
         self._micro_batches = 0
         self._norm: Tensor | None = None
@@ -131,17 +140,17 @@ class TorchEngine:
         """
         target = Path(folder) / tag
         weights = dict(self._weights(trained_only=exclude_frozen_parameters))
-        keys = self._state_keys()
         states = {
-            f"{OPTIMIZER}{name}.{key}": self.optimizer.state[weight][key]
+            f"{OPTIMIZER}{name}.{key}": value if isinstance(value, Tensor) else torch.tensor(float(value))
             for name, weight in self._trained()
-            for key in keys
+            for key, value in self.optimizer.state[weight].items()
+            if key not in TABLES
         }
         save_tensors(target, {f"{WEIGHT}{name}": weight.detach() for name, weight in weights.items()} | states)
         if self._world.is_main:
             record = EngineRecord(
                 scheduler_epoch=self.lr_scheduler.last_epoch,
-                optimizer_state=tuple(keys),
+                optimizer_state=tuple(sorted({key.rpartition(".")[2] for key in states})),
                 dtype=self._plan.settings.dtype,
                 shared=_shared(self.module, weights),
             )
@@ -164,13 +173,19 @@ class TorchEngine:
         wanted = {
             f"{WEIGHT}{name}": weight.detach() for name, weight in self._weights(trained_only=not load_module_strict)
         }
-        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        reader = ShardReader(str(source))
+        saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+        states: dict[nn.Parameter, dict[str, Any]] = {}
         for name, weight in self._trained():
             states[weight] = {
-                key: torch.zeros(()) if key == STEP else torch.zeros_like(weight) for key in record.optimizer_state
+                key: _room_for(key, weight, saved[f"{OPTIMIZER}{name}.{key}"])
+                for key in record.optimizer_state
+                if f"{OPTIMIZER}{name}.{key}" in saved
             }
             wanted |= {f"{OPTIMIZER}{name}.{key}": value for key, value in states[weight].items()}
-        load_tensors(source, wanted)
+        load_tensors(source, wanted, reader=reader)
+        for weight, state in states.items():
+            complete_state(self.optimizer, weight, state)
         self.optimizer.state.clear()
         self.optimizer.state.update({weight: state for weight, state in states.items() if state})
         self.lr_scheduler.last_epoch = record.scheduler_epoch
@@ -186,13 +201,17 @@ class TorchEngine:
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad)
 
-    def _state_keys(self) -> list[str]:
-        """Return the names of the optimizer's tensors, the same for each parameter; none before the first step."""
-        first: dict[str, Any] = next(iter(self.optimizer.state.values()), {})
-        return [key for key, value in first.items() if isinstance(value, Tensor)]
+
+STEP = "step"  # the count of steps of one parameter: a scalar on the host
 
 
-STEP = "step"  # torch's count of steps of one parameter: a scalar on the host
+def _room_for(key: str, weight: nn.Parameter, saved: Any) -> Tensor:
+    """Return an empty tensor for a saved one of a weight's state: sharded as the weight, or of its own shape and type."""
+    if key == STEP:
+        return torch.zeros(())
+    if is_dtensor(weight) or (tuple(saved.size) == tuple(weight.shape) and saved.properties.dtype == weight.dtype):
+        return torch.zeros_like(weight)
+    return torch.zeros(saved.size, dtype=saved.properties.dtype, device=weight.device)
 
 
 def _replicated(plan: Plan, model: nn.Module, world: World) -> nn.Module:
@@ -207,19 +226,6 @@ def _replicated(plan: Plan, model: nn.Module, world: World) -> nn.Module:
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         broadcast_buffers=options.broadcast_buffers,
-    )
-
-
-def _optimizer(plan: Plan, groups: list[Any]) -> torch.optim.Optimizer:
-    train, rate = plan.job.train, plan.settings.learning_rate
-    if train.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=train.momentum or 0.0, weight_decay=train.weight_decay)
-    return torch.optim.AdamW(
-        groups,
-        lr=rate,
-        betas=(train.adam_beta1, train.adam_beta2),
-        eps=train.adam_epsilon,
-        weight_decay=train.weight_decay,
     )
 
 

@@ -83,6 +83,17 @@ LIGER_KERNELS = replace(
 )
 
 
+def package_of_optimizer(name: str) -> Package:
+    """Return bitsandbytes as what an optimizer needs."""
+    return replace(
+        BITSANDBYTES,
+        code="OPTIMIZER_PACKAGE",
+        key="train.optimizer",
+        wanted=f"optimizer={name}",
+        instead="set train.optimizer to adamw",
+    )
+
+
 def package_problems(plan: Plan) -> Iterator[Problem]:
     """Yield what a plan needs and this environment lacks or has in another version: optional packages, and software the job describes."""
     for package in _needed(plan):
@@ -113,6 +124,9 @@ def _needed(plan: Plan) -> Iterator[Package]:
         yield TORCHAO
     if plan.job.train.method == "qlora":
         yield BITSANDBYTES
+    optimizer = plan.job.train.optimizer
+    if optimizer == "adamw_8bit" or (optimizer == "lion" and plan.job.parallel.strategy != "zero"):
+        yield package_of_optimizer(optimizer)
     if plan.job.train.loss == "liger":
         yield LIGER
     if plan.settings.kernels == "liger":

@@ -52,9 +52,10 @@ def deepspeed_config(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]
         # On CPU both join gloo without DeepSpeed, whose zero.Init then counts one rank and finds the product wrong
         # (runtime/config.py _batch_assertion); the engine, which counts all, multiplies it out itself.
         del config["train_batch_size"]
-    if consumer != "accelerate":
+    made_outside = consumer == "accelerate" or draft.job.train.optimizer == "adamw_8bit"
+    if not made_outside:
         config["optimizer"] = _optimizer_section(draft)
-    if draft.job.train.optimizer == "sgd" or consumer == "accelerate":
+    if draft.job.train.optimizer == "sgd" or made_outside:
         # zero/utils.py ZERO_SUPPORTED_OPTIMIZERS lists neither torch SGD nor a script's own optimizers.
         config["zero_allow_untested_optimizer"] = True
     if consumer == "accelerate" and draft.profile.optimizer and draft.job.train.optimizer != "adamw":

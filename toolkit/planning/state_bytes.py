@@ -131,8 +131,8 @@ def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
     frozen = 0 if leaves_frozen_out(draft) else total - trainable
     states = moment_bytes(train)
     strategy = draft.job.parallel.strategy
-    if strategy == "ddp":  # moments in the weights' precision, except in 8 bit
-        scale = 1.0 if train.optimizer == "adamw_8bit" else itemsize / 4
+    if strategy == "ddp":  # moments in the weights' precision, except those of bitsandbytes
+        scale = 1.0 if train.optimizer in ("adamw_8bit", "lion") else itemsize / 4
         return int(itemsize * (frozen + trainable) + states * scale * trainable)
     if strategy == "fsdp2":  # fp32 shards, which are the master copy
         return int(itemsize * frozen + (MASTER_BYTES + states) * trainable)

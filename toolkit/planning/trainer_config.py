@@ -94,7 +94,8 @@ def _strategy_arguments(draft: UncheckedPlan) -> dict[str, Any]:
     """Return the arguments of the strategy; DeepSpeed's file has the optimizer, else Trainer makes it."""
     strategy, optimizer = draft.job.parallel.strategy, draft.job.train.optimizer
     if strategy == "zero":
-        return {"deepspeed": deepspeed_config(draft, "trainer")}
+        outside = {"optim": _OPTIMIZERS[optimizer]} if optimizer == "adamw_8bit" else {}
+        return outside | {"deepspeed": deepspeed_config(draft, "trainer")}
     chosen = {"optim": _OPTIMIZERS[optimizer]}
     if strategy == "ddp":
         options = draft.job.parallel.ddp_options

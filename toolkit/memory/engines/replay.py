@@ -297,7 +297,8 @@ class EngineReplay(ABC):
     def run_optimizer(self, numel: int, *, itemsize: int = 4) -> None:
         """Step `numel` elements of `itemsize` bytes; the first step makes their moments, of the same type."""
         settings = self.settings
-        moments = settings.state_bytes if settings.optimizer == "adamw_8bit" else settings.state_bytes * itemsize / 4
+        of_own_type = settings.optimizer in ("adamw_8bit", "fused_lion")  # bitsandbytes': 8 bit, or fp32
+        moments = settings.state_bytes if of_own_type else settings.state_bytes * itemsize / 4
         if not self.account.held("optimizer state"):
             self.account.allocate("optimizer state", moments * numel)
         self.account.transient("optimizer temporaries", settings.step_bytes * itemsize / 4 * numel)

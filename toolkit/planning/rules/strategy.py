@@ -1,4 +1,4 @@
-"""What each data-parallel strategy takes, and what the memory estimate supports and training does not."""
+"""What each data-parallel strategy takes."""
 
 from __future__ import annotations
 
@@ -7,37 +7,24 @@ from collections.abc import Iterator
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
-# Keys of the job, and their values that can only be estimated, each with what to set instead.
-_ESTIMATED_ALONE = {
-    "train.optimizer": {"adamw_8bit": "adamw"},
-}
-
-
-def estimate_only(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Refuse values that `toolkit estimate` accepts and no run does."""
-    for key, values in _ESTIMATED_ALONE.items():
-        section, _, name = key.partition(".")
-        value = getattr(getattr(draft.job, section), name)
-        if value in values:
-            yield Problem(
-                code="ESTIMATE_ONLY",
-                key=key,
-                message=f"{name}={value} can be estimated, not trained: this version has no engine for it",
-                fix=f"Set {key} to {values[value]}, or use `toolkit estimate` only",
-            )
-
 
 def torch_strategies(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Refuse what DDP and FSDP2 do not do here: loss scaling, DeepSpeed's Lion, a static graph with accumulation, sums in another dtype."""
+    """Refuse what DDP and FSDP2 do not do here: loss scaling, bitsandbytes' kernels on shards, a static graph with accumulation, sums in another dtype."""
     strategy, train, settings = draft.job.parallel.strategy, draft.job.train, draft.settings
     if strategy == "zero":
         return
     if settings.precision == "fp16":
         why = "gradients are not scaled against underflow"
         yield _not_under(strategy, "train.precision", "fp16", why, "Set train.precision to bf16")
-    if train.optimizer == "lion":
-        why = "DeepSpeed's Lion steps its own engine's weights"
-        yield _not_under(strategy, "train.optimizer", "lion", why, "Set train.optimizer to adamw")
+    if train.optimizer in ("lion", "adamw_8bit") and strategy == "fsdp2":
+        why = "bitsandbytes' kernels step whole weights, and its 8-bit blocks would be those of one sharding"
+        yield _not_under(
+            strategy,
+            "train.optimizer",
+            train.optimizer,
+            why,
+            "Set train.optimizer to adamw, or parallel.strategy to ddp",
+        )
     if draft.job.parallel.ddp_options.static_graph and settings.batch.accumulation > 1:
         why = f"with gradient_accumulation_steps={settings.batch.accumulation} torch fails in the first backward pass, which does not reduce"
         yield _not_under(strategy, "parallel.ddp.static_graph", True, why, "Remove it")
@@ -114,4 +101,4 @@ def _foreign(strategy: str, key: str, value: object) -> Problem:
 
 
 RULES = (strategy_keys, strategy_sections, qlora_partitions)
-RUN_RULES = (estimate_only, torch_strategies)
+RUN_RULES = (torch_strategies,)

@@ -29,6 +29,18 @@ def offload_stage(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
+def offload_in_8_bits(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse to offload 8-bit states: DeepSpeed steps on the host by its own kernel, which keeps fp32."""
+    if draft.job.train.optimizer == "adamw_8bit" and draft.profile.optimizer:
+        yield Problem(
+            code="OFFLOAD_OPTIMIZER",
+            key="train.optimizer",
+            message=f"optimizer=adamw_8bit with offload={draft.profile.name}: on the host DeepSpeed steps by its CPU Adam, in fp32",
+            fix="Set train.optimizer to adamw, or parallel.offload to none",
+            source="deepspeed runtime/engine.py _configure_optimizer",
+        )
+
+
 def offload_path(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require a folder for NVMe profiles. The others may name one: it describes the machine."""
     path = draft.job.cluster.nvme_path
@@ -150,6 +162,7 @@ def compile_under_zero3(draft: UncheckedPlan) -> Iterator[Problem]:
 
 RULES = (
     offload_stage,
+    offload_in_8_bits,
     offload_path,
     offload_frozen,
     offload_ratio,
