@@ -19,7 +19,7 @@ from toolkit.checkpoint import shared
 from toolkit.checkpoint.discovery import list_checkpoints
 from toolkit.config.job import Job
 from toolkit.config.user_code import find_beside
-from toolkit.errors import ToolkitError
+from toolkit.errors import RunError, ToolkitError
 from toolkit.planning.resolve import resolve
 from toolkit.trainer.loop import train
 from toolkit.trainer.progress import Silent
@@ -117,6 +117,8 @@ def _poison(root: Path) -> tuple[str, ...]:
 HOOKS = """
 from pathlib import Path
 
+import torch
+
 class Counts:
     def __init__(self):
         self.told = []
@@ -132,6 +134,12 @@ class Counts:
 
     def on_end(self, run):
         (Path(run.plan.output_dir) / f"told-{run.world.rank}-{run.step_count}").write_text("; ".join(self.told))
+
+
+class NeedsTooMuch:
+    def on_step_end(self, run, loss):
+        if run.step_count == 2:
+            raise torch.OutOfMemoryError("3 GiB are too much")
 
 
 def metrics(logits, labels):
@@ -281,18 +289,32 @@ def test_an_earlier_run_is_not_trained_over(root: Path, results: dict[str, Any])
     assert sorted(curve(root / "whole-2")) == list(range(1, 9))
 
 
-def _fail_alone(rank: int, root_name: str) -> tuple[Any, bool]:
+def _fail_alone(rank: int, root_name: str) -> tuple[Any, bool, Any]:
     torch.distributed.destroy_process_group()  # the harness's own: here `train` joins the groups, as in a script
     data = {"train": str(Path(root_name) / "absent.jsonl")}
     codes = _run(Path(root_name), "alone", cluster={"gpus_per_node": 1}, data=data)
     left = not torch.distributed.is_initialized()
     if left:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    return codes, left
+    find_beside(Path(root_name) / "job.yaml")
+    hooks = {"callbacks": ["hooks_of_the_loop_test:NeedsTooMuch"]}
+    plan = resolve(Job.model_validate(job_values(Path(root_name), "full", cluster={"gpus_per_node": 1}, train=hooks)))
+    torch.distributed.destroy_process_group()
+    with pytest.raises(RunError) as caught:
+        train(plan, reporter=Silent())
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return codes, left, caught.value.problems
 
 
-def test_a_failed_preparation_leaves_no_groups(root: Path) -> None:
-    assert run_distributed(_fail_alone, 1, str(root)) == [(("DATA_NOT_FOUND",), True)]
+def test_a_failed_preparation_leaves_no_groups_and_memory_that_ran_out_is_explained(root: Path) -> None:
+    [(codes, left, (problem,))] = run_distributed(_fail_alone, 1, str(root))
+    assert (codes, left) == (("DATA_NOT_FOUND",), True)
+    assert problem.code == "OUT_OF_MEMORY"
+    assert "in step 3: 3 GiB are too much" in problem.message
+    assert "The estimate of this rank: " in problem.message
+    assert "forward" in problem.message
+    assert "train.gradient_checkpointing=true" in problem.fix
 
 
 def test_epochs_evaluation_logging_and_tensorboard(root: Path, results: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from toolkit.launch.packages import tracker_problems
 from toolkit.planning.plan import Plan
 from toolkit.planning.trainable import data_section_problems
 from toolkit.trainer.callbacks import attach_callbacks, make_callbacks
+from toolkit.trainer.out_of_memory import out_of_memory, ran_out
 from toolkit.trainer.progress import Reporter, Silent, Terminal
 from toolkit.trainer.session import Session, TrainResult
 from toolkit.trainer.start import begin_together
@@ -129,19 +130,25 @@ def _train(
     sources = run_with_heartbeat(world, lambda: identify(plan.job, known=known) if world.is_main else {})
     reporter.say(describe_data(data))
     began = time.perf_counter()
-    with _build(plan, world, reporter) as run:
-        reporter.say(describe_model(run, seconds=time.perf_counter() - began))
-        attach(run)
-        resumed = None if point is None else _resume(run, point, reporter, skips=skips)
-        if resumed is None and skips and world.is_main:
-            set_aside(plan.output_dir)
-        session = Session(run, data, tokenizer, reporter, sources=sources, stop_after=stop_after)
-        if resumed is not None and run.step_count >= session.num_steps:
-            if world.is_main:
-                remove_leftovers(plan.output_dir)
-            reporter.say(f"the run is complete: step {run.step_count} of {session.num_steps}")
-            return session.result(resumed)
-        return session.go()
+    run: Run | None = None
+    try:
+        with _build(plan, world, reporter) as run:
+            reporter.say(describe_model(run, seconds=time.perf_counter() - began))
+            attach(run)
+            resumed = None if point is None else _resume(run, point, reporter, skips=skips)
+            if resumed is None and skips and world.is_main:
+                set_aside(plan.output_dir)
+            session = Session(run, data, tokenizer, reporter, sources=sources, stop_after=stop_after)
+            if resumed is not None and run.step_count >= session.num_steps:
+                if world.is_main:
+                    remove_leftovers(plan.output_dir)
+                reporter.say(f"the run is complete: step {run.step_count} of {session.num_steps}")
+                return session.result(resumed)
+            return session.go()
+    except Exception as error:
+        if ran_out(error):
+            raise out_of_memory(plan, run, error) from error
+        raise
 
 
 def _resume(run: Run, point: ResumePoint, reporter: Reporter, *, skips: bool) -> Path | None:
