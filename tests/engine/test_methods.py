@@ -101,7 +101,38 @@ def of_bitsandbytes() -> dict[str, Case]:
     return made | {"lion ddp": Case(train=lion, steps=10, strategy="ddp", **CLOSE)}
 
 
-CASES = cases() | of_bitsandbytes()
+def moved() -> dict[str, Case]:
+    """Methods with what moves to the host: each cell of the table in docs/strategies.md that no other file has."""
+    made = {}
+    for name, of in WHERE.items():
+        for method in ("lora", "qlora"):
+            if method == "qlora" and (of.get("stage") == 3 or "tensor" in of or "pipeline" in of):
+                continue
+            for offload in OFFLOADS[name]:
+                train = SGD | ADAPTERS | {"method": method, "learning_rate": 0.2, "max_grad_norm": 0.1}
+                if offload != "activations-cpu":
+                    train |= ADAM | {"optimizer": "adamw"}
+                train |= {"gradient_checkpointing": True}
+                made[f"{method} {offload} {name}"] = Case(train=train, offload=offload, **of, **CLOSE)
+    return made
+
+
+WHERE: dict[str, dict[str, Any]] = {
+    **{f"zero {stage}": {"stage": stage} for stage in range(4)},
+    "ddp": {"strategy": "ddp"},
+    "fsdp2": {"strategy": "fsdp2"},
+    "tensor": {"stage": 3, "tensor": 2, "data": 1},
+    "pipeline": {"stage": 3, "pipeline": 2, "data": 1},
+}
+ON_HOST = ("optimizer-cpu", "activations-cpu")
+OFFLOADS = dict.fromkeys(WHERE, ("activations-cpu",)) | {
+    "zero 1": ON_HOST,
+    "zero 2": ON_HOST,
+    "zero 3": (*ON_HOST, "full-cpu"),
+    "tensor": (*ON_HOST, "full-cpu"),
+    "pipeline": (*ON_HOST, "full-cpu"),
+}
+CASES = cases() | of_bitsandbytes() | moved()
 for _strategy, _of in (*STRATEGIES.items(), ("zero", {"stage": 3}), ("zero", {"stage": 2, "tensor": 2, "data": 1})):
     CASES |= kinds(strategy=_strategy, **_of)
 DEFAULT = (*(f"qlora {strategy}" for strategy in STRATEGIES), "8 bit ddp", "8 bit zero 2")
