@@ -105,15 +105,17 @@ class Course:
 # ---- plain torch -----------------------------------------------------------------------------------------------------
 
 
-def reference_loss(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_loss(
+    model: torch.nn.Module, batches: list[dict[str, torch.Tensor]], *, smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean over every token that counts in the global batch, and that plus the router's mean loss a micro-batch."""
     summed, count, routed = torch.zeros(()), 0, []
     for batch in batches:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         outputs = model(**inputs)
-        summed = summed + functional.cross_entropy(
-            outputs.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
-        )
+        logits, targets = outputs.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
+        summed = summed + functional.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+        summed = summed + z_loss * sum(row.exp().sum().log() ** 2 for row in logits[targets != -100])
         count += int((batch["labels"][:, 1:] != -100).sum())
         if getattr(outputs, "aux_loss", None) is not None:
             routed.append(model.config.router_aux_loss_coef * outputs.aux_loss)
@@ -149,7 +151,8 @@ def _reference(arguments: str) -> Course:
     losses, norms, snapshots = [], [], []
     for step in range(steps):
         batches = [batch for rank in step_batches(step, **data) for batch in rank]
-        mean, loss = reference_loss(model, batches)
+        told = {"smoothing": train.get("label_smoothing_factor", 0.0), "z_loss": train.get("z_loss", 0.0)}
+        mean, loss = reference_loss(model, batches, **told)
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), train["max_grad_norm"])))

@@ -161,6 +161,8 @@ WATCHED = {
     "compute_metrics": "hooks_of_the_loop_test:metrics",
     "load_best_model_at_end": True,
     "early_stopping_patience": 2,
+    "neftune_noise_alpha": 5,
+    "label_smoothing_factor": 0.1,
     "samples": {"prompts": ["The"], "max_new_tokens": 2},
     "max_steps": 30,
 }

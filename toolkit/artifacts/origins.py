@@ -177,6 +177,9 @@ TRAINER: dict[str, Origin] = {
     "fp16": Origin(("train.precision",)),
     checkpointing_argument(): Origin(("train.gradient_checkpointing",)),
     f"{checkpointing_argument()}_kwargs.use_reentrant": Origin((), "the variant that torch recommends"),
+    "neftune_noise_alpha": Origin(
+        ("train.neftune_noise_alpha",), "no noise on the embeddings unless the job asks for it"
+    ),
     "logging_steps": Origin(("train.logging_steps",)),
     "save_strategy": Origin(("train.save_steps",)),
     "save_steps": Origin(("train.save_steps",)),

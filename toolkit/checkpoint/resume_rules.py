@@ -264,7 +264,11 @@ RULES: dict[str, Rule] = {
         counts=lambda now, then: now.settings.precision == then.settings.precision == "fp8",
         value=lambda plan: plan.job.train.float8.recipe,
     ),
-    **_each(_TOLD, "train", "gradient_checkpointing attention loss kernels torch_compile"),
+    **_each(
+        _TOLD,
+        "train",
+        "gradient_checkpointing attention loss kernels torch_compile label_smoothing_factor z_loss neftune_noise_alpha",
+    ),
     **_each(_TOLD, "parallel", "sequence_parallel pipeline_schedule"),
     **_each(_TOLD, "train", "save_steps save_total_limit eval_steps logging_steps report_to callbacks"),
     **_each(

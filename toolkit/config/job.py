@@ -269,6 +269,16 @@ class Train(Section):
     """`full` computes all logits; `chunked` computes head and cross entropy together, block by block; `liger` does so
     with the Triton kernel of the liger-kernel package.
     """
+    label_smoothing_factor: ShareBelowOne = 0.0
+    """Share of each target that is spread evenly over the vocabulary in training (arXiv 1512.00567, section 7)."""
+    z_loss: NonNegativeNumber = 0.0
+    """Weight of the squared logarithm of the softmax's denominator in training, which keeps logits small (arXiv
+    2204.02311, section 5), such as 1e-4.
+    """
+    neftune_noise_alpha: NonNegativeNumber = 0.0
+    """Scale α of uniform noise on the embeddings in training, α / √(tokens of a row × width) at most (arXiv
+    2310.05914), such as 5.
+    """
     kernels: Kernels | None = None
     """`eager` runs norms and gated activations operation by operation; `liger` runs each in one Triton kernel of the
     liger-kernel package.

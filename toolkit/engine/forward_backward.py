@@ -11,7 +11,7 @@ from torch import nn
 
 from toolkit.distributed.world import World
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
-from toolkit.modeling.loss import StepLoss, cross_entropy_over
+from toolkit.modeling.loss import StepLoss
 from toolkit.planning.plan import Plan
 from toolkit.tensor_parallel.param_tags import counts_in_norm
 
@@ -41,10 +41,11 @@ class ForwardBackward(Protocol):
 
 def step_loss(plan: Plan, world: World, engine: Any) -> StepLoss:
     """Return the loss of the plan's steps on this rank."""
-    return StepLoss(
-        kind=plan.job.train.loss,
-        cross_entropy=cross_entropy_over(world.tp_group, vocab_size=plan.model.vocab_size),
+    return StepLoss.of(
+        plan.job.train,
         config=engine.module.config,
+        tp_group=world.tp_group,
+        vocab_size=plan.model.vocab_size,
         dp_size=world.grid.dp,
     )
 

@@ -8,6 +8,7 @@ the first one, and allocates after the adapters.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,9 @@ class BuildOptions:
         offload_inputs: Whether the inputs of those layers are kept in host memory.
         loss: How a causal language model computes its loss.
         torch_compile: Whether each decoder layer is compiled.
+        label_smoothing: Share of each target that is spread over the vocabulary.
+        z_loss: Weight of the squared logarithm of the softmax's denominator.
+        neftune: Scale of the noise on the embeddings in training.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -87,6 +91,9 @@ class BuildOptions:
     offload_inputs: bool = False
     loss: Loss = "full"
     torch_compile: bool = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    neftune: float = 0.0
 
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> Self:
@@ -107,6 +114,9 @@ class BuildOptions:
             "offload_inputs": plan.profile.activations,
             "loss": train.loss,
             "torch_compile": train.torch_compile,
+            "label_smoothing": train.label_smoothing_factor,
+            "z_loss": train.z_loss,
+            "neftune": train.neftune_noise_alpha,
         }
         return cls(**values | others)
 
@@ -329,12 +339,30 @@ def finish_model(model: Any, options: BuildOptions, *, checkpointed: Sequence[nn
     else:
         checkpoint_layers(checkpointed, offload_inputs=options.offload_inputs)
     info = stage_info(model)
+    if options.neftune and (info is None or info.part.first):  # which alone has the embeddings
+        add_noise(model, options.neftune)
     if info is None or info.part.last:  # other stages of a pipeline have no head
         apply_loss(model, options.loss)
     if options.torch_compile:
         compile_layers(model)
     model.train()
     return model
+
+
+def add_noise(model: Any, alpha: float) -> None:
+    """Add uniform noise of at most α / √(tokens of a row × width) to the embeddings in training.
+
+    Source:
+        arXiv 2310.05914; transformers integrations/neftune.py neftune_post_forward_hook, which draws the same.
+    """
+
+    def noisy(module: nn.Module, inputs: Any, output_BSD: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return output_BSD
+        bound = alpha / math.sqrt(output_BSD.shape[1] * output_BSD.shape[2])
+        return output_BSD + torch.empty_like(output_BSD).uniform_(-bound, bound)
+
+    model.get_input_embeddings().register_forward_hook(noisy)
 
 
 def compile_layers(model: nn.Module) -> int:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from toolkit.config.job import Loss
+from toolkit.config.job import Loss, Train
 from toolkit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 # Maps logits and labels to the summed loss.
@@ -27,12 +28,16 @@ def count_targets(labels_BS: torch.Tensor) -> torch.Tensor:
     return (labels_BS[:, 1:] != IGNORED).sum()
 
 
-def summed_cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+def summed_cross_entropy(
+    logits_BSV: torch.Tensor, labels_BS: torch.Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> torch.Tensor:
     """Return the summed cross entropy of next tokens, in fp32.
 
     Args:
         logits_BSV: Logits. Shape (batch, sequence, vocabulary), any floating dtype.
         labels_BS: Token ids at their own positions, -100 for tokens outside the loss. Shape (batch, sequence).
+        label_smoothing: Factor ε: (1 - ε) times the cross entropy plus ε times its mean over all classes.
+        z_loss: Weight of the squared logarithm of the softmax's denominator, which is added.
 
     Returns:
         Scalar in fp32. Divide by `count_targets` for the mean.
@@ -41,13 +46,14 @@ def summed_cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> t
         transformers loss/loss_utils.py ForCausalLMLoss: the labels are shifted, not the logits, which avoids a copy
         of the largest tensor.
     """
-    shifted_BS = shifted(labels_BS)
-    return functional.cross_entropy(
-        logits_BSV.float().view(-1, logits_BSV.shape[-1]),
-        shifted_BS.reshape(-1),
-        ignore_index=IGNORED,
-        reduction="sum",
+    targets_T = shifted(labels_BS).reshape(-1)
+    scores_TV = logits_BSV.float().view(-1, logits_BSV.shape[-1])
+    loss = functional.cross_entropy(
+        scores_TV, targets_T, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
     )
+    if z_loss:
+        loss = loss + z_loss * (scores_TV.logsumexp(-1).square() * (targets_T != IGNORED)).sum()
+    return loss
 
 
 def shifted(labels_BS: torch.Tensor) -> torch.Tensor:
@@ -69,19 +75,32 @@ def token_loss(
     return own if own is not None else cross_entropy(outputs.logits, labels_BS)
 
 
-def cross_entropy_over(tp_group: dist.ProcessGroup | None, *, vocab_size: int) -> CrossEntropy:
+def cross_entropy_over(
+    tp_group: dist.ProcessGroup | None, *, vocab_size: int, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> CrossEntropy:
     """Return the function that computes `summed_cross_entropy` of logits whose vocabulary is sharded over a group.
 
     Args:
         tp_group: Ranks of the group; None if the logits are whole.
         vocab_size: Vocabulary size of the whole model, without padding.
+        label_smoothing: As `summed_cross_entropy` takes it.
+        z_loss: The same.
     """
     if tp_group is None:
-        return summed_cross_entropy
+        if not label_smoothing and not z_loss:
+            return summed_cross_entropy
+        return partial(summed_cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
 
     def summed(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         targets_BS = shifted(labels_BS)
-        losses_BS = vocab_parallel_cross_entropy(logits_BSV, targets_BS, vocab_size=vocab_size, tp_group=tp_group)
+        losses_BS = vocab_parallel_cross_entropy(
+            logits_BSV,
+            targets_BS,
+            vocab_size=vocab_size,
+            tp_group=tp_group,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+        )
         return losses_BS.sum()
 
     return summed
@@ -106,7 +125,8 @@ class StepLoss:
 
     Args:
         kind: Value of `train.loss`; only a model that computes its own loss is given the labels.
-        cross_entropy: Loss of logits, as `cross_entropy_over` returns it.
+        cross_entropy: Loss of logits of an evaluation, as `cross_entropy_over` returns it.
+        objective: The same in training, where it differs: with label smoothing or a z-loss.
         config: Configuration of the model, with the weight of router losses.
         dp_size: Data-parallel ranks, over which the engine averages gradients.
     """
@@ -115,13 +135,28 @@ class StepLoss:
     cross_entropy: CrossEntropy
     config: Any
     dp_size: int = 1
+    objective: CrossEntropy | None = None
+
+    @classmethod
+    def of(
+        cls, train: Train, *, config: Any, tp_group: dist.ProcessGroup | None, vocab_size: int, dp_size: int = 1
+    ) -> Self:
+        """Return the loss of a job's training section."""
+        options = {"label_smoothing": train.label_smoothing_factor, "z_loss": train.z_loss}
+        return cls(
+            kind=train.loss,
+            cross_entropy=cross_entropy_over(tp_group, vocab_size=vocab_size),
+            config=config,
+            dp_size=dp_size,
+            objective=cross_entropy_over(tp_group, vocab_size=vocab_size, **options) if any(options.values()) else None,
+        )
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the model's keyword arguments."""
         return {name: value for name, value in batch.items() if name != "labels" or self.kind != "full"}
 
     def summed(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss summed over the unmasked tokens."""
+        """Return the cross entropy summed over the unmasked tokens, by which evaluations are compared."""
         return token_loss(outputs, labels, cross_entropy=self.cross_entropy)
 
     def of_step(
@@ -135,7 +170,7 @@ class StepLoss:
             num_targets: Number of unmasked tokens of the whole step, over all ranks.
             share: Share of the step that the micro-batch makes up, for router losses.
         """
-        loss = self.summed(outputs, labels) / num_targets
+        loss = token_loss(outputs, labels, cross_entropy=self.objective or self.cross_entropy) / num_targets
         reported = loss.detach()
         router = auxiliary_loss(outputs, self.config)
         if router is not None:

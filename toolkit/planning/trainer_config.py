@@ -68,6 +68,7 @@ def training_arguments(draft: UncheckedPlan) -> dict[str, Any]:
         "fp16": settings.precision == "fp16",
         checkpointing: settings.gradient_checkpointing > 0,
         f"{checkpointing}_kwargs": {"use_reentrant": False},
+        "neftune_noise_alpha": train.neftune_noise_alpha or None,
         "logging_steps": train.logging_steps,
         "save_strategy": "steps",
         "save_steps": settings.save_steps,

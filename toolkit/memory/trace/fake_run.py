@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import PreTrainedConfig
 
+from toolkit.config.job import Train
 from toolkit.distributed.fake import fake_group
 from toolkit.errors import ToolkitError
 from toolkit.introspect import tied_groups
@@ -45,7 +46,7 @@ from toolkit.memory.trace.stage_layers import prune_to_part
 from toolkit.modeling.build import add_adapters, construct_empty, finish_model, shard_model
 from toolkit.modeling.checkpointing import layers_to_checkpoint
 from toolkit.modeling.fused_kernels import find_fusable
-from toolkit.modeling.loss import StepLoss, cross_entropy_over
+from toolkit.modeling.loss import StepLoss
 from toolkit.modeling.materialize import allocate
 from toolkit.pipeline_parallel import StageSpec, forward_stage, hidden_dtype, hidden_shape, stage_info
 from toolkit.pipeline_parallel.decoder_layout import find_layers
@@ -342,7 +343,8 @@ def _needs_input_gradient(spec: TraceSpec, *, whole: bool) -> bool:
 def _losses(spec: TraceSpec, made: FakeModel, tp_group: dist.ProcessGroup | None) -> StepLoss:
     config = made.model.config
     vocab_size = config.get_text_config(decoder=True).vocab_size
-    return StepLoss(kind=spec.loss, cross_entropy=cross_entropy_over(tp_group, vocab_size=vocab_size), config=config)
+    told = Train(loss=spec.loss, label_smoothing_factor=spec.label_smoothing, z_loss=spec.z_loss)
+    return StepLoss.of(told, config=config, tp_group=tp_group, vocab_size=vocab_size)
 
 
 def _loss(spec: TraceSpec, losses: StepLoss, outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

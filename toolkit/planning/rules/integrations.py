@@ -209,6 +209,21 @@ def _cpu_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
 
 def _loss_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
     name, train = NAMES[consumer], draft.job.train
+    own = [key for key in ("label_smoothing_factor", "z_loss") if getattr(train, key)]
+    own += ["neftune_noise_alpha"] if train.neftune_noise_alpha and consumer == "accelerate" else []
+    for key in own:
+        yield Problem(
+            code="INTEGRATION_LOSS",
+            key=f"train.{key}",
+            message=f"{key}={getattr(train, key):g} is computed by our training loop: "
+            + (
+                f"{name} averages smoothed losses by micro-batch, not over the tokens of a step"
+                if key == "label_smoothing_factor"
+                else f"{name} has no such option"
+            ),
+            fix=f"Remove it, or {OWN}",
+            source="transformers trainer_pt_utils.py LabelSmoother" if key == "label_smoothing_factor" else "",
+        )
     if train.loss == "chunked" or (train.loss == "liger" and consumer == "accelerate"):
         yield Problem(
             code="INTEGRATION_LOSS",

@@ -291,7 +291,29 @@ def liger_loss(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
+def objective(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse a smoothed loss where head and loss are one, and noise on embeddings that tensor ranks share."""
+    train = draft.job.train
+    for key in ("label_smoothing_factor", "z_loss"):
+        if getattr(train, key) and train.loss != "full":
+            yield Problem(
+                code="LOSS_OPTION",
+                key=f"train.{key}",
+                message=f"{key}={getattr(train, key):g} with loss={train.loss}: it computes head and cross entropy together, and the plain one alone",
+                fix=f"Set train.loss to full, or remove {key}",
+            )
+    if train.neftune_noise_alpha and draft.job.parallel.tensor > 1:
+        yield Problem(
+            code="LOSS_OPTION",
+            key="train.neftune_noise_alpha",
+            message=f"neftune_noise_alpha={train.neftune_noise_alpha:g} with tensor={draft.job.parallel.tensor}: ranks that share a layer would draw "
+            "different noise",
+            fix="Set parallel.tensor to 1, or remove neftune_noise_alpha",
+        )
+
+
 RULES = (
+    objective,
     lora_section,
     lora_targets,
     liger_loss,
