@@ -14,10 +14,13 @@ from toolkit.cli.app import main
 def test_data_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
-    job = str(write_job(tmp_path, "job"))
+    (tmp_path / "data_command_records.py").write_text("def upper(record): return {'text': record['text'].upper()}")
+    job = str(write_job(tmp_path, "job", data={"preprocess": "data_command_records:upper"}))
     assert main(["data", job, "--rows", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (row,) = found["rows"]
+    text = "".join(text for text, _ in row["text"]).replace("<eos>", "")
+    assert text == text.upper(), "the function beside the job file was found"
     assert main(["data", job, "--rows", "1"]) == 0
     shown = capsys.readouterr().out
     assert "".join(f"{{+{text}+}}" if learned else text for text, learned in row["text"]) in shown

@@ -37,10 +37,12 @@ def data(
     and whether it is learned).
     """
     plan = read_plan(job, overrides)
+    from toolkit.config.user_code import find_beside
     from toolkit.data.prepare import prepare_plan
     from toolkit.data.preview import preview
     from toolkit.trainer.tokenizer import load_tokenizer
 
+    find_beside(job)
     tokenizer = load_tokenizer(plan)
     prepared = prepare_plan(plan, tokenizer, train_batch_size=1, progress=sys.stderr.isatty() and not as_json)
     found = preview(prepared, tokenizer, rows=rows)
