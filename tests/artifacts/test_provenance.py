@@ -53,6 +53,8 @@ def sound_plans():
             continue
     for parallel in ({"strategy": "ddp", "ddp": {"static_graph": True}}, {"strategy": "fsdp2"}):
         yield resolve_with(make_job(parallel=parallel), model=model, gpu=gpus[H100["gpu"]])
+    grouped = make_job(data={"train": "org/set", "packing": "none", "group_by_length": True})
+    yield resolve_with(grouped, model=model, gpu=gpus[H100["gpu"]])
     staged = make_job(cluster=H100 | {"gpus_per_node": 4}, parallel={"pipeline": 2})
     yield resolve_with(staged, model=model, gpu=gpus[H100["gpu"]])
 
