@@ -120,6 +120,8 @@ def _annotation(path: str) -> Any:
 def _members(annotation: Any) -> list[Any]:
     if get_origin(annotation) in (Union, UnionType):
         return [inner for member in get_args(annotation) for inner in _members(member)]
+    if get_origin(annotation) in (list, tuple):
+        return _members(get_args(annotation)[0])
     return _members(get_args(annotation)[0]) if hasattr(annotation, "__metadata__") else [annotation]
 
 
@@ -130,6 +132,11 @@ def put_key(document: Tree, path: str, value: Tree) -> None:
     for parent in parents:
         if parent == "model" and isinstance(node.get(parent), str):
             node[parent] = {"name": node[parent]}
+        if parent == "sources":  # a list of sections
+            if not isinstance(node.get(parent), list) or not node[parent] or not isinstance(node[parent][0], dict):
+                node[parent] = [{}]
+            node = node[parent][0]
+            continue
         if not isinstance(node.get(parent), dict):
             node[parent] = {}
         node = node[parent]
