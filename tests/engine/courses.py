@@ -141,6 +141,8 @@ def _reference(arguments: str) -> Course:
     model = build_model(plan, device=torch.device(drawn_on)).cpu()
     if packed:
         pack_by_bitsandbytes(model)
+    if "router_aux_loss_coef" in train:
+        model.config.output_router_logits, model.config.router_aux_loss_coef = True, train["router_aux_loss_coef"]
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     decay = train.get("weight_decay", 0.0)
     groups = [

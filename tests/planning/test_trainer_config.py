@@ -135,6 +135,7 @@ def test_what_trainer_cannot_carry():
     assert plan_of(data=grouped).training_arguments()["train_sampling_strategy"] == "group_by_length"
     refused("INTEGRATION_LOOP", "train.callbacks", train={"callbacks": ["hooks:Mine"]})
     refused("INTEGRATION_LOSS", "train.label_smoothing_factor", train={"label_smoothing_factor": 0.1})
+    refused("INTEGRATION_LOSS", "train.compute_loss", train={"compute_loss": "a:b"})
     refused("INTEGRATION_LOSS", "train.z_loss", train={"z_loss": 1e-4})
     assert plan_of(train={"neftune_noise_alpha": 5}).training_arguments()["neftune_noise_alpha"] == 5
     held = {"train": "a.jsonl", "validation_fraction": 0.1}

@@ -267,7 +267,7 @@ RULES: dict[str, Rule] = {
     **_each(
         _TOLD,
         "train",
-        "gradient_checkpointing attention loss kernels torch_compile label_smoothing_factor z_loss neftune_noise_alpha",
+        "gradient_checkpointing attention loss kernels torch_compile label_smoothing_factor z_loss neftune_noise_alpha router_aux_loss_coef compute_loss",
     ),
     **_each(_TOLD, "parallel", "sequence_parallel pipeline_schedule"),
     **_each(_TOLD, "train", "save_steps save_total_limit eval_steps logging_steps report_to callbacks"),

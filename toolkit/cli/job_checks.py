@@ -102,8 +102,9 @@ def user_code_problems(job: Job) -> Iterator[Problem]:
     """Yield a problem for each name of the user's Python that is not found; the modules are not run."""
     for name in job.train.callbacks:
         yield from unfound("train.callbacks", name)
-    if job.train.compute_metrics is not None:
-        yield from unfound("train.compute_metrics", job.train.compute_metrics)
+    for key in ("compute_metrics", "compute_loss"):
+        if (named := getattr(job.train, key)) is not None:
+            yield from unfound(f"train.{key}", named)
     if job.data is not None and job.data.preprocess is not None:
         yield from unfound("data.preprocess", job.data.preprocess)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from toolkit.config.user_code import find_beside
 from toolkit.errors import Problem, ToolkitError
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def read_job(job: Path, overrides: Sequence[str] | None = None) -> Job:
         SpecError: With every unreadable, unknown, duplicate or mistyped key.
         PlanError: PLAN_UNREADABLE.
     """
+    find_beside(job)
     if not is_plan_file(job):
         from toolkit.config.loader import load_job
 
@@ -105,6 +107,7 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
     from toolkit.planning.plan import Plan
     from toolkit.planning.resolve import resolve, resolve_with
 
+    find_beside(job)
     if not overrides:
         return resolve(job)
     if not is_plan_file(job):

@@ -275,6 +275,14 @@ class Train(Section):
     """Weight of the squared logarithm of the softmax's denominator in training, which keeps logits small (arXiv
     2204.02311, section 5), such as 1e-4.
     """
+    router_aux_loss_coef: NonNegativeNumber | None = None
+    """Weight of the loss by which a mixture of experts spreads its tokens (arXiv 2101.03961, section 2.2), in place of the
+    one in config.json; 0 computes none.
+    """
+    compute_loss: UserCode | None = None
+    """A function of yours as `module:function` that takes logits and labels and returns the loss summed over the tokens
+    that count, in place of the cross entropy in training; it is divided by their number in the step.
+    """
     neftune_noise_alpha: NonNegativeNumber = 0.0
     """Scale α of uniform noise on the embeddings in training, α / √(tokens of a row × width) at most (arXiv
     2310.05914), such as 5.

@@ -46,6 +46,10 @@ def model_config(plan: Plan) -> PreTrainedConfig:
             source="transformers configuration_utils.py",
         ) from error
     config._attn_implementation = plan.settings.attention
+    if (weight := plan.job.train.router_aux_loss_coef) is not None:
+        for part in (config, config.get_text_config(decoder=True)):
+            if hasattr(part, "router_aux_loss_coef"):
+                part.router_aux_loss_coef, part.output_router_logits = weight, weight > 0
     return config
 
 

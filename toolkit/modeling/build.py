@@ -74,6 +74,7 @@ class BuildOptions:
         torch_compile: Whether each decoder layer is compiled.
         label_smoothing: Share of each target that is spread over the vocabulary.
         z_loss: Weight of the squared logarithm of the softmax's denominator.
+        compute_loss: Name of the user's loss function.
         neftune: Scale of the noise on the embeddings in training.
     """
 
@@ -93,6 +94,7 @@ class BuildOptions:
     torch_compile: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    compute_loss: str | None = None
     neftune: float = 0.0
 
     @classmethod
@@ -116,6 +118,7 @@ class BuildOptions:
             "torch_compile": train.torch_compile,
             "label_smoothing": train.label_smoothing_factor,
             "z_loss": train.z_loss,
+            "compute_loss": train.compute_loss,
             "neftune": train.neftune_noise_alpha,
         }
         return cls(**values | others)

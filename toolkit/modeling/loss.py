@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from toolkit.config.job import Loss, Train
+from toolkit.config.user_code import imported
 from toolkit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 # Maps logits and labels to the summed loss.
@@ -126,7 +127,7 @@ class StepLoss:
     Args:
         kind: Value of `train.loss`; only a model that computes its own loss is given the labels.
         cross_entropy: Loss of logits of an evaluation, as `cross_entropy_over` returns it.
-        objective: The same in training, where it differs: with label smoothing or a z-loss.
+        objective: The same in training, where it differs: with label smoothing, a z-loss, or a function of the user's.
         config: Configuration of the model, with the weight of router losses.
         dp_size: Data-parallel ranks, over which the engine averages gradients.
     """
@@ -143,12 +144,17 @@ class StepLoss:
     ) -> Self:
         """Return the loss of a job's training section."""
         options = {"label_smoothing": train.label_smoothing_factor, "z_loss": train.z_loss}
+        objective: CrossEntropy | None = None
+        if train.compute_loss is not None:
+            objective = imported("train.compute_loss", train.compute_loss)
+        elif any(options.values()):
+            objective = cross_entropy_over(tp_group, vocab_size=vocab_size, **options)
         return cls(
             kind=train.loss,
             cross_entropy=cross_entropy_over(tp_group, vocab_size=vocab_size),
             config=config,
             dp_size=dp_size,
-            objective=cross_entropy_over(tp_group, vocab_size=vocab_size, **options) if any(options.values()) else None,
+            objective=objective,
         )
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

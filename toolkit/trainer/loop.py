@@ -69,6 +69,8 @@ def train(
     check_builds(plan)  # before the data are read, which may take long
     raise_all(PlanError, tracker_problems(plan.job.train.report_to))
     callbacks = make_callbacks(plan)
+    if plan.job.train.compute_loss is not None:
+        imported("train.compute_loss", plan.job.train.compute_loss)  # the engine does so again, after the data are read
     function = plan.job.train.compute_metrics
     metrics = None if function is None else imported("train.compute_metrics", function)
 

@@ -87,7 +87,7 @@ _TRAIN_APART = frozenset(
 
 
 class StoredEstimates:
-    """Reports and traces in a cache; a model with code of its own is never kept, as that code may change unseen.
+    """Reports and traces in a cache; a model with code of its own, or a loss of the user's, is never kept, as that code may change unseen.
 
     Args:
         cache: Place of the records; None keeps nothing.
@@ -170,7 +170,8 @@ class StoredEstimates:
             self._cache.put(key, tuple(traces), _traces())
 
     def _keeps(self, plan: Plan) -> bool:
-        return self._cache is not None and not plan.job.model.trust_remote_code
+        own_code = plan.job.model.trust_remote_code or plan.job.train.compute_loss is not None
+        return self._cache is not None and not own_code
 
 
 def is_cut_short(assumptions: Sequence[str]) -> bool:

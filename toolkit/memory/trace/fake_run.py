@@ -343,7 +343,9 @@ def _needs_input_gradient(spec: TraceSpec, *, whole: bool) -> bool:
 def _losses(spec: TraceSpec, made: FakeModel, tp_group: dist.ProcessGroup | None) -> StepLoss:
     config = made.model.config
     vocab_size = config.get_text_config(decoder=True).vocab_size
-    told = Train(loss=spec.loss, label_smoothing_factor=spec.label_smoothing, z_loss=spec.z_loss)
+    told = Train(
+        loss=spec.loss, label_smoothing_factor=spec.label_smoothing, z_loss=spec.z_loss, compute_loss=spec.compute_loss
+    )
     return StepLoss.of(told, config=config, tp_group=tp_group, vocab_size=vocab_size)
 
 

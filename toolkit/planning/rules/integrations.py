@@ -211,11 +211,12 @@ def _loss_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
     name, train = NAMES[consumer], draft.job.train
     own = [key for key in ("label_smoothing_factor", "z_loss") if getattr(train, key)]
     own += ["neftune_noise_alpha"] if train.neftune_noise_alpha and consumer == "accelerate" else []
+    own += [key for key in ("router_aux_loss_coef", "compute_loss") if getattr(train, key) is not None]
     for key in own:
         yield Problem(
             code="INTEGRATION_LOSS",
             key=f"train.{key}",
-            message=f"{key}={getattr(train, key):g} is computed by our training loop: "
+            message=f"{key}={getattr(train, key)} is computed by our training loop: "
             + (
                 f"{name} averages smoothed losses by micro-batch, not over the tokens of a step"
                 if key == "label_smoothing_factor"

@@ -291,8 +291,31 @@ def liger_loss(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
+def _router_loss(draft: UncheckedPlan) -> Iterator[Problem]:
+    coefficient, pipeline = draft.job.train.router_aux_loss_coef, draft.job.parallel.pipeline
+    if coefficient is None:
+        return
+    text = draft.model.config.get("text_config")
+    known = {*draft.model.config, *(text if isinstance(text, dict) else ())}
+    if not draft.model.num_experts or "router_aux_loss_coef" not in known:
+        yield Problem(
+            code="LOSS_OPTION",
+            key="train.router_aux_loss_coef",
+            message=f"router_aux_loss_coef={coefficient:g} with model_type={draft.model.model_type}: its config.json has no such key, so the "
+            "model computes no loss of its routers",
+            fix="Remove it",
+        )
+    elif coefficient and pipeline > 1:
+        yield Problem(
+            code="LOSS_OPTION",
+            key="train.router_aux_loss_coef",
+            message=f"router_aux_loss_coef={coefficient:g} with pipeline={pipeline}: that loss multiplies averages over all layers, and no stage has them all",
+            fix="Set parallel.pipeline to 1, or router_aux_loss_coef to 0",
+        )
+
+
 def objective(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Refuse a smoothed loss where head and loss are one, and noise on embeddings that tensor ranks share."""
+    """Refuse a smoothed loss or one of the user's where head and loss are one, and noise on embeddings that tensor ranks share."""
     train = draft.job.train
     for key in ("label_smoothing_factor", "z_loss"):
         if getattr(train, key) and train.loss != "full":
@@ -302,6 +325,26 @@ def objective(draft: UncheckedPlan) -> Iterator[Problem]:
                 message=f"{key}={getattr(train, key):g} with loss={train.loss}: it computes head and cross entropy together, and the plain one alone",
                 fix=f"Set train.loss to full, or remove {key}",
             )
+    if train.compute_loss is not None:
+        for key, value, usual, why in (
+            ("train.loss", train.loss, "full", "the logits never exist as a whole"),
+            ("parallel.tensor", draft.job.parallel.tensor, 1, "each rank has the logits of a part of the vocabulary"),
+            (
+                "train.label_smoothing_factor",
+                train.label_smoothing_factor,
+                0,
+                "the function takes the place of the smoothed loss",
+            ),
+            ("train.z_loss", train.z_loss, 0, "the function takes the place of the loss that it is added to"),
+        ):
+            if value != usual:
+                yield Problem(
+                    code="LOSS_OPTION",
+                    key="train.compute_loss",
+                    message=f"compute_loss with {key.rpartition('.')[2]}={value}: {why}",
+                    fix=f"Set {key} to {usual}, or remove compute_loss",
+                )
+    yield from _router_loss(draft)
     if train.neftune_noise_alpha and draft.job.parallel.tensor > 1:
         yield Problem(
             code="LOSS_OPTION",
