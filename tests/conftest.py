@@ -153,14 +153,14 @@ def traces() -> dict[str, Any]:
 @pytest.fixture
 def kept_traces(traces: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets estimators share their traces: each command has one of its own, and most tests ask about one model."""
-    from toolkit.memory.search import estimator
+    from toolkit.memory.search.tracing import shared_key
     from toolkit.memory.trace import run
 
     make = run.trace_ranks
 
-    def kept(plan: Any, *, tracer: Any = None, **options: Any) -> Any:
+    def kept(plan: Any, *, tracer: Any = None, processes: int = 1, **options: Any) -> Any:
         stages = (plan.settings.partition, plan.settings.pipeline_schedule, plan.settings.batch.accumulation)
-        key = f"{estimator.trace_key(plan)} {stages if plan.grid.pp > 1 else ''} {sorted(options.items())}"
+        key = f"{shared_key(plan)} {stages if plan.grid.pp > 1 else ''} {sorted(options.items())}"
         if key not in traces:
             traces[key] = make(plan, tracer=tracer, **options)
         return traces[key]

@@ -17,7 +17,8 @@ from toolkit.config.job import Fp8, Job
 from toolkit.errors import PlanError
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.scenario import Scenario
-from toolkit.memory.search.estimator import Estimator, trace_key
+from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.tracing import shared_key
 from toolkit.memory.trace.events import Recorder, Run, held, in_blocks
 from toolkit.memory.trace.run import MemoryTrace
 from toolkit.memory.trace.tracker import StorageTracker
@@ -128,7 +129,7 @@ def test_an_estimate_differs_from_bf16_in_temporaries_alone() -> None:
 
 def test_traces_are_told_apart() -> None:
     keys = {
-        trace_key(resolve(_job(**train)))
+        shared_key(resolve(_job(**train)))
         for train in (
             {},
             {"fp8": {"recipe": "rowwise"}},

@@ -17,7 +17,8 @@ from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.advice import candidates, find_savings
 from toolkit.memory.search.choose_gpu import Count, batch_on, counts
 from toolkit.memory.search.compare import read_strategies
-from toolkit.memory.search.estimator import Estimator, trace_key
+from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.tracing import shared_key
 from toolkit.memory.trace.events import held
 from toolkit.modeling.build import BuildOptions, shard_model
 from toolkit.planning.checkpoint_size import disk_use
@@ -158,7 +159,7 @@ def test_key_heads_on_several_ranks_are_stored_by_each_and_cost_a_communicator(e
 
 
 def test_a_trace_is_of_one_number_of_tensor_ranks():
-    keys = {trace_key(case_of(gpus=4, tensor=tensor).plan()) for tensor in (1, 2, 4)}
+    keys = {shared_key(case_of(gpus=4, tensor=tensor).plan()) for tensor in (1, 2, 4)}
     assert len(keys) == 3
 
 

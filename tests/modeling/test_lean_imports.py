@@ -24,8 +24,9 @@ from toolkit.config.job import Job
 from toolkit.modeling.lean_imports import OPTIONAL_PACKAGES, lean_imports
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.tracing import LocalTracing
 
-report = Estimator(importing=lean_imports).estimate(Scenario.of(Job.model_validate(json.loads(sys.argv[1]))))
+report = Estimator(tracing=LocalTracing(importing=lean_imports)).estimate(Scenario.of(Job.model_validate(json.loads(sys.argv[1]))))
 heavy = [*OPTIONAL_PACKAGES, "torch._inductor", "torch.distributed.fsdp", "torch._dynamo.symbolic_convert"]
 heavy += ["sympy.core", "torch.distributed.tensor._ops", "transformers.models.bert.modeling_bert"]
 print(json.dumps([report.to_dict(), [name for name in heavy if name in sys.modules]]))

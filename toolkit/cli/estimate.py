@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from toolkit.cli.estimate_session import EstimateSession
 from toolkit.cli.options import JobArgument, JsonOption, SetOption, collect, is_plan_file, read_job
 from toolkit.cli.output import print_json
 from toolkit.errors import Problem, SpecError, raise_all
@@ -121,23 +122,24 @@ def estimate(
     keys, rows; with --compare: fits, strategies (name, and full_name with the job's axes); with --gpus: fits, gpus; each row has its figures.
     """
     _check_options(plot=plot, sweep=sweep, compare=compare, gpus=gpus, deepspeed_config=deepspeed_config)
-    overrides = [*(overrides or []), *assumed_packages(assume_packages)]
-    asked = _read_questions(job, overrides, deepspeed_config, plot=plot, sweep=sweep, compare=compare, gpus=gpus)
-    case = _read_case(job, asked, zero_init=not (without_zero_init or no_zero_init), load_dtype=load_dtype)
-    if asked.axes:
-        from toolkit.cli.estimate_tables import answer_sweep
+    with EstimateSession(as_json=as_json, cached=cached) as session:
+        overrides = [*(overrides or []), *assumed_packages(assume_packages)]
+        asked = _read_questions(job, overrides, deepspeed_config, plot=plot, sweep=sweep, compare=compare, gpus=gpus)
+        case = _read_case(job, asked, zero_init=not (without_zero_init or no_zero_init), load_dtype=load_dtype)
+        if asked.axes:
+            from toolkit.cli.estimate_tables import answer_sweep
 
-        fits = answer_sweep(case, asked.axes, plot=plot, as_json=as_json, cached=cached)
-    elif asked.strategies:
-        from toolkit.cli.estimate_tables import answer_compare
+            fits = answer_sweep(case, asked.axes, plot=plot, session=session)
+        elif asked.strategies:
+            from toolkit.cli.estimate_tables import answer_compare
 
-        fits = answer_compare(case, asked.strategies, as_json=as_json, cached=cached)
-    elif asked.gpus:
-        from toolkit.cli.estimate_tables import answer_gpus
+            fits = answer_compare(case, asked.strategies, session=session)
+        elif asked.gpus:
+            from toolkit.cli.estimate_tables import answer_gpus
 
-        fits = answer_gpus(case, asked.gpus, as_json=as_json, cached=cached)
-    else:
-        fits = _answer(case, plot=plot, as_json=as_json, cached=cached)
+            fits = answer_gpus(case, asked.gpus, session=session)
+        else:
+            fits = _answer(case, plot=plot, session=session)
     if not fits:
         raise typer.Exit(1)
 
@@ -262,19 +264,18 @@ def _step_time(estimator: Estimator, plan: Plan, case: Scenario, report: MemoryR
     return made
 
 
-def _answer(case: Scenario, *, plot: Path | None, as_json: bool, cached: bool) -> bool:
+def _answer(case: Scenario, *, plot: Path | None, session: EstimateSession) -> bool:
     """Estimate a job; print the estimate as soon as it is known, then the list of savings, which takes longer."""
     from toolkit.cli.estimate_report import device_word, print_assumptions, print_report, print_savings
-    from toolkit.cli.estimate_session import estimating
 
     plan = case.plan()
-    with estimating(as_json=as_json, cached=cached, plan=plan) as estimator:
+    with session.estimating() as estimator:
         report = estimator.estimate_plan(plan, case)
         time = None if plan.on_cpu else _step_time(estimator, plan, case, report)
-    if not as_json:
+    if not session.as_json:
         print_report(case, plan, report, time)
         sys.stdout.flush()
-    with estimating(as_json=as_json, cached=cached, estimator=estimator):
+    with session.estimating():
         from toolkit.memory.search.advice import find_savings
 
         savings = find_savings(estimator, case, plan=plan, report=report)
@@ -282,7 +283,7 @@ def _answer(case: Scenario, *, plot: Path | None, as_json: bool, cached: bool) -
             from toolkit.memory.report.figures import plot_report
 
             plot_report(report, plot, title=f"{plan.model.name} on {plan.job.cluster.num_ranks} × {plan.gpu.name}")
-    if as_json:
+    if session.as_json:
         found = {"step_time": None if time is None else time.to_dict()}
         print_json({**report.to_dict(), **found, "savings": [saving.to_dict() for saving in savings]})
         return report.fits

@@ -10,48 +10,77 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from toolkit.errors import INTERRUPTED_EXIT_CODE
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from toolkit.memory.search.estimator import Estimator
-    from toolkit.planning.plan import Plan
+    from toolkit.memory.search.trace_process import TraceProcess
 
 
-@contextmanager
-def estimating(
-    *, as_json: bool, cached: bool, plan: Plan | None = None, estimator: Estimator | None = None
-) -> Iterator[Estimator]:
-    """Yield an estimator; show its progress on a terminal, as its imports and traces take seconds.
+class EstimateSession:
+    """The estimator of one command: to be entered as early as possible, as torch is then imported while a job is read.
 
     Args:
-        as_json: Whether standard output is JSON alone.
+        as_json: Whether standard output is JSON alone, and no progress is shown.
         cached: Whether it may read and keep results on disk; the variable TOOLKIT_NO_CACHE turns that off too.
-        plan: Plan whose model, adapters and compilation all that is estimated shares; by default they may differ.
-        estimator: Estimator that goes on; by default one is made.
     """
-    from toolkit.launch.packages import quiet_torchao
 
-    quiet_torchao()
-    if not gc.isenabled():  # many traces leave garbage, of which the modules that are imported are no part
-        gc.freeze()
-        gc.enable()
-    with _left_at_once(), warnings.catch_warnings():
-        # Libraries warn each other of their next versions, which the user cannot fix.
-        warnings.simplefilter("ignore", FutureWarning)
-        if as_json or not sys.stderr.isatty():
-            yield estimator or _make_estimator(plan, cached=cached)
-            return
-        from rich.console import Console
+    def __init__(self, *, as_json: bool, cached: bool = True) -> None:
+        from toolkit.memory.search.trace_process import TraceProcess, is_of_use
 
-        from toolkit.memory.search.estimator import silent
+        self.as_json, self._cached = as_json, cached
+        self._process = TraceProcess(_answer_questions) if is_of_use() else None
+        self._estimator: Estimator | None = None
 
-        with Console(stderr=True, markup=False, emoji=False).status("loading") as status:
-            made = estimator or _make_estimator(plan, cached=cached)
-            made.notify = status.update
-            yield made
-            made.notify = silent
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the processes that make traces."""
+        if self._estimator is not None:
+            self._estimator.close()
+        if self._process is not None:
+            self._process.close()
+
+    @contextmanager
+    def estimating(self) -> Iterator[Estimator]:
+        """Yield the estimator; show its progress on a terminal, as imports and traces take seconds."""
+        from toolkit.launch.packages import quiet_torchao
+
+        quiet_torchao()
+        if not gc.isenabled():  # many traces leave garbage, of which the modules that are imported are no part
+            gc.freeze()
+            gc.enable()
+        with _left_at_once(), warnings.catch_warnings():
+            # Libraries warn each other of their next versions, which the user cannot fix.
+            warnings.simplefilter("ignore", FutureWarning)
+            if self.as_json or not sys.stderr.isatty():
+                yield self._made()
+                return
+            from rich.console import Console
+
+            from toolkit.memory.search.estimator import silent
+
+            with Console(stderr=True, markup=False, emoji=False).status("loading") as status:
+                made = self._made()
+                made.notify = status.update
+                yield made
+                made.notify = silent
+
+    def _made(self) -> Estimator:
+        if self._estimator is None:
+            self._estimator = _make_estimator(self._process, cached=self._cached)
+        return self._estimator
+
+
+def _answer_questions(connection: Connection) -> None:
+    from toolkit.memory.search.tracing import answer_questions
+
+    answer_questions(connection)
 
 
 @contextmanager
@@ -81,25 +110,20 @@ def _left_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _make_estimator(plan: Plan | None, *, cached: bool) -> Estimator:
+def _make_estimator(process: TraceProcess | None, *, cached: bool) -> Estimator:
     from toolkit.artifacts.record_cache import RecordCache
     from toolkit.cli.calibrate import calibration_path
     from toolkit.launch.environment import other_allocator
     from toolkit.launch.user_cache import user_cache_folder
     from toolkit.memory.report.calibration import load_calibrations
     from toolkit.memory.search.estimator import Estimator
-    from toolkit.modeling.lean_imports import lean_imports, quick_imports
+    from toolkit.memory.search.tracing import LocalTracing, TracingElsewhere
+    from toolkit.modeling.lean_imports import quick_imports
 
     folder = user_cache_folder()
     return Estimator(
         calibrations=load_calibrations(calibration_path()),
         other_allocator=other_allocator(os.environ),
-        importing=lean_imports if plan is not None and _is_plain(plan) else quick_imports,
+        tracing=LocalTracing(importing=quick_imports) if process is None else TracingElsewhere(process),
         cache=RecordCache(folder / "traces") if cached and folder is not None else None,
     )
-
-
-def _is_plain(plan: Plan) -> bool:
-    """Return whether a trace needs neither adapters, nor the compiler, nor what a model's own code may import."""
-    train = plan.job.train
-    return train.method == "full" and not train.torch_compile and not plan.job.model.trust_remote_code

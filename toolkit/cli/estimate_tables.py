@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from toolkit.cli.estimate_session import estimating
+from toolkit.cli.estimate_session import EstimateSession
 from toolkit.cli.output import new_table, print_json, print_table
 from toolkit.units import GIB
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 _NUMBERS = ("required GiB", "room GiB", "host GiB a node")
 
 
-def answer_sweep(case: Scenario, axes: Sequence[Axis], *, plot: Path | None, as_json: bool, cached: bool) -> bool:
+def answer_sweep(case: Scenario, axes: Sequence[Axis], *, plot: Path | None, session: EstimateSession) -> bool:
     """Estimate every combination and print a table; return whether any fits."""
     from toolkit.memory.scenario import value_text
     from toolkit.memory.search.sweep import sweep
 
-    with estimating(as_json=as_json, cached=cached) as estimator:
+    with session.estimating() as estimator:
         rows = list(sweep(estimator, case, axes))
         if plot is not None:
             _draw(case, axes, rows, plot)
     fits = any(row.outcome.fits for row in rows)
-    if as_json:
+    if session.as_json:
         found = [{"values": row.values, **row.outcome.to_dict()} for row in rows]
         print_json({"fits": fits, "keys": [axis.key for axis in axes], "rows": found})
         return fits
@@ -48,14 +48,14 @@ def answer_sweep(case: Scenario, axes: Sequence[Axis], *, plot: Path | None, as_
     return fits
 
 
-def answer_compare(case: Scenario, strategies: Sequence[Strategy], *, as_json: bool, cached: bool) -> bool:
+def answer_compare(case: Scenario, strategies: Sequence[Strategy], *, session: EstimateSession) -> bool:
     """Estimate the job under each strategy and print a table; return whether any fits."""
     from toolkit.memory.search.compare import compare
 
-    with estimating(as_json=as_json, cached=cached) as estimator:
+    with session.estimating() as estimator:
         found = list(compare(estimator, case, strategies))
     fits = any(row.outcome.fits for row in found)
-    if as_json:
+    if session.as_json:
         print_json(
             {
                 "fits": fits,
@@ -73,14 +73,14 @@ def answer_compare(case: Scenario, strategies: Sequence[Strategy], *, as_json: b
     return fits
 
 
-def answer_gpus(case: Scenario, gpus: Sequence[Gpu], *, as_json: bool, cached: bool) -> bool:
+def answer_gpus(case: Scenario, gpus: Sequence[Gpu], *, session: EstimateSession) -> bool:
     """Print the smallest number of each card that holds the job; return whether any does."""
     from toolkit.memory.search.choose_gpu import choose_gpus
 
-    with estimating(as_json=as_json, cached=cached) as estimator:
+    with session.estimating() as estimator:
         found = sorted(choose_gpus(estimator, case, plan=case.plan(), gpus=gpus), key=_rank)
     fits = any(choice.outcome.fits for choice in found)
-    if as_json:
+    if session.as_json:
         print_json({"fits": fits, "gpus": [choice.to_dict() for choice in found]})
         return fits
     heads = ("card", "count", "as", "all together GiB", "ZeRO", *_NUMBERS, "batch")

@@ -109,31 +109,32 @@ def plan(
     model_flops_utilization, host_bound, measured_card, step_parts, hours, hours_low, hours_high, usd, assumptions), nearly, failures, search,
     other_methods, learning_rate_rules, notes, written.
     """
-    from toolkit.planner.make import answer_first, ask
-    from toolkit.planner.question import read_methods
+    from toolkit.cli.estimate_session import EstimateSession
 
-    asked = partial(
-        ask,
-        job,
-        overrides=overrides or (),
-        model=model,
-        tokens=tokens,
-        epochs=epochs,
-        sequence_length=sequence_length,
-        train_batch_size=batch,
-        gpus=gpus,
-        max_gpus=max_gpus,
-        budget_usd=budget_usd,
-        deadline_hours=deadline_hours,
-        prices=prices,
-        spot=spot,
-        liger=liger,
-    )
-    questions = [asked(method=each) for each in read_methods(method)]
-    from toolkit.cli.estimate_session import estimating
+    with EstimateSession(as_json=True) as session:  # the search shows its own progress
+        from toolkit.planner.make import answer_first, ask
+        from toolkit.planner.question import read_methods
 
-    with estimating(as_json=True, cached=True) as estimator, _watching(as_json=as_json) as watch:
-        found = answer_first(questions, seconds=seconds, estimator=estimator, watch=watch)
+        asked = partial(
+            ask,
+            job,
+            overrides=overrides or (),
+            model=model,
+            tokens=tokens,
+            epochs=epochs,
+            sequence_length=sequence_length,
+            train_batch_size=batch,
+            gpus=gpus,
+            max_gpus=max_gpus,
+            budget_usd=budget_usd,
+            deadline_hours=deadline_hours,
+            prices=prices,
+            spot=spot,
+            liger=liger,
+        )
+        questions = [asked(method=each) for each in read_methods(method)]
+        with session.estimating() as estimator, _watching(as_json=as_json) as watch:
+            found = answer_first(questions, seconds=seconds, estimator=estimator, watch=watch)
     chosen = found.recommended if row is None else found.row(row)
     written = _write(found, chosen, write=write, emit=emit, report=report)
     if as_json:

@@ -31,9 +31,9 @@ def fastest_plan(plan: Plan, job: Path, *, resume: str | None = None) -> Plan:
     saved = _saved_plan(plan, resume)
     if saved is not None:
         return follow(plan, saved)
-    from toolkit.cli.estimate_session import estimating
+    from toolkit.cli.estimate_session import EstimateSession
 
-    with estimating(as_json=False, cached=True) as estimator:
+    with EstimateSession(as_json=False) as session, session.estimating() as estimator:
         chosen = choose(plan, estimator=estimator)
     say(chosen.line)
     return chosen.plan

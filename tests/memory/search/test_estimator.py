@@ -10,7 +10,8 @@ from toolkit.config.job import Job
 from toolkit.memory.estimate import estimate
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.advice import Saving, find_savings
-from toolkit.memory.search.estimator import Estimator, trace_key
+from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.tracing import shared_key
 from toolkit.memory.trace.run import trace
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
@@ -81,7 +82,7 @@ def test_a_shared_trace_gives_what_a_trace_of_its_own_gives(zero_stage, checkpoi
 )
 def test_what_a_trace_depends_on(values, same):
     case = case_of()
-    assert (trace_key(case.plan()) == trace_key(case.changed(values).plan())) is same
+    assert (shared_key(case.plan()) == shared_key(case.changed(values).plan())) is same
 
 
 def test_a_case_that_does_not_resolve_says_why():

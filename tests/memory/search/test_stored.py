@@ -16,8 +16,9 @@ from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search import stored
 from toolkit.memory.search.advice import Saving, find_savings
-from toolkit.memory.search.estimator import Estimator, trace_key
+from toolkit.memory.search.estimator import Estimator
 from toolkit.memory.search.stored import StoredEstimates
+from toolkit.memory.search.tracing import shared_key
 
 MARKED = {"marks_modules": True, "keeps_inputs": False}
 
@@ -83,7 +84,7 @@ def test_a_key_holds_all_that_a_result_depends_on(
     traces = [kept.trace_key(plan, MARKED) for plan in plans]
     assert (traces[0] == traces[1]) == same_trace
     if same_trace:
-        assert trace_key(plans[0]) == trace_key(plans[1])
+        assert shared_key(plans[0]) == shared_key(plans[1])
     assert kept.trace_key(plans[0], MARKED) != kept.trace_key(plans[0], {**MARKED, "evaluation": True})
     reports = [
         kept.report_key(plan, each, calibration=None, other_allocator=None)
@@ -138,11 +139,11 @@ def test_a_second_command_needs_no_torch(
 def test_an_option_and_a_variable_turn_the_cache_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool, switch: str
 ) -> None:
-    from toolkit.cli.estimate_session import estimating
+    from toolkit.cli.estimate_session import EstimateSession
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TOOLKIT_NO_CACHE", switch)
-    with estimating(as_json=True, cached=cached) as estimator:
+    with EstimateSession(as_json=True, cached=cached) as session, session.estimating() as estimator:
         estimator.estimate(case_of())
     assert not list(tmp_path.iterdir())
 

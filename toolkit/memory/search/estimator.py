@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.record_cache import RecordCache
-from toolkit.catalog.gpus import Gpu
 from toolkit.errors import ToolkitError
 from toolkit.launch.environment import ALLOCATOR
-from toolkit.memory.kernels.device import Device
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.scenario import Outcome, Scenario
-from toolkit.memory.search.stored import StoredEstimates
-from toolkit.memory.trace.events import Traces
+from toolkit.memory.search.stored import StoredEstimates, trace_key
+from toolkit.memory.search.tracing import MARKED, LocalTracing, Tracing
+from toolkit.memory.trace.events import MemoryTrace, Traces
 from toolkit.pipeline_schedule import StageSpec
 from toolkit.planning.plan import Plan
 
 if TYPE_CHECKING:
     from toolkit.memory.engines.settings import EngineSettings
-    from toolkit.memory.trace.run import StageTracer
-
-MARKED = {"marks_modules": True}  # plans of all stages share a trace, whose marks lower stages do not read
-ANY_DEVICE = Device(capability=0.0)  # takes the place of the card, whose kernels are a part of the key of their own
 
 
 def silent(line: str) -> None:
@@ -42,7 +34,7 @@ class Estimator:
         notify: Called with one line before each trace, the slow part; an attribute that may be replaced.
         other_allocator: Setting of torch's allocator that the user has made, and that launches keep.
         cache: Place of the reports and traces of earlier commands; None reads and keeps none.
-        importing: Context in which torch, transformers and the tracer are imported, before the first trace.
+        tracing: Makes traces; by default this process does.
     """
 
     def __init__(
@@ -52,21 +44,20 @@ class Estimator:
         notify: Callable[[str], None] = silent,
         other_allocator: str | None = None,
         cache: RecordCache | None = None,
-        importing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        tracing: Tracing | None = None,
     ) -> None:
-        self._importing = importing
+        self._tracing = tracing or LocalTracing()
         self.stored = StoredEstimates(cache)
         self._read: dict[str, Traces] = {}
         self._calibrations = calibrations or {}
         self.notify = notify
         self._other_allocator = other_allocator
         self._traces: dict[str, Traces] = {}
-        self._tracers: dict[str, StageTracer] = {}
 
     @property
     def num_traces(self) -> int:
         """Traces made so far."""
-        return len(self._traces)
+        return self._tracing.num_traces
 
     def estimate(self, case: Scenario) -> MemoryReport:
         """Estimate one case.
@@ -122,56 +113,57 @@ class Estimator:
 
     def traces(self, plan: Plan) -> Traces:
         """Return the traces of a plan's ranks, one for each stage of its pipeline: those of its estimate, made once."""
-        from toolkit.memory.engines.settings import engine_settings, keeps_frozen_inputs
+        return self._trace(plan, **_changes(plan))
 
-        settings = engine_settings(plan)
-        return self._trace(
-            plan, marks_modules=settings.zero_stage == 3, keeps_inputs=keeps_frozen_inputs(plan, settings)
-        )
+    def trace_ahead(self, plans: Sequence[Plan]) -> None:
+        """Begin to trace plans that will be estimated, at the same time, where other processes can."""
+        asked: dict[str, tuple[Plan, dict[str, Any]]] = {}
+        for plan in plans:
+            changes = _changes(plan)
+            key = trace_key(plan, changes)
+            if key not in self._traces and self._kept(plan, changes) is None:
+                asked[key] = (plan, changes)
+        self._tracing.trace_ahead(list(asked.values()))
+
+    def close(self) -> None:
+        """End the processes that make traces; without them this one does."""
+        self._tracing.close()
 
     def stages(self, plan: Plan) -> StageRequirements:
         """Return the requirements of the stages of a plan's pipeline, for any split."""
         from toolkit.memory.engines.settings import engine_settings, keeps_frozen_inputs
 
-        tracer = partial(self._tracer, plan, keeps_inputs=keeps_frozen_inputs(plan, engine_settings(plan)))
+        changes = {"keeps_inputs": keeps_frozen_inputs(plan, engine_settings(plan))}
         return StageRequirements(
             plan,
-            tracer=tracer(),
-            evaluated=None if plan.settings.eval_steps is None else tracer(evaluation=True),
+            tracing=self._tracing,
+            changes=changes,
             calibration=self._calibrations.get(plan.gpu.name),
         )
 
     def _trace(self, plan: Plan, **changes: Any) -> Traces:
-        changes |= MARKED
-        stored = self.stored.trace_key(plan, changes)
-        if stored is not None:
-            if stored not in self._read and (found := self.stored.traces(stored)) is not None:
-                self._read[stored] = found
-            if stored in self._read:
-                return self._read[stored]
-        with self._importing():
-            from toolkit.memory.trace.run import trace_ranks
-
-        cut = f"{trace_key(plan, **changes)} {plan.settings.partition} {plan.settings.virtual_stages}"
-        if cut not in self._traces:
+        kept = self._kept(plan, changes)
+        if kept is not None:
+            return kept
+        key = trace_key(plan, changes)
+        if key not in self._traces:
             settings = plan.settings
             micro = settings.per_device_eval_batch_size if changes.get("evaluation") else settings.batch.micro
             stages = f", {plan.grid.pp} stages" if plan.grid.pp > 1 else ""
-            self.notify(f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens")
-            tracer = self._tracer(plan, **changes) if plan.grid.pp > 1 else None
-            self._traces[cut] = trace_ranks(plan, tracer=tracer, **changes)
-            self.stored.keep_traces(stored, self._traces[cut])
-        return self._traces[cut]
+            line = f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens"
+            self._traces[key] = self._tracing.ranks(plan, changes, notify=lambda: self.notify(line))
+            self.stored.keep_traces(self._stored_key(plan, changes), self._traces[key])
+        return self._traces[key]
 
-    def _tracer(self, plan: Plan, **changes: Any) -> StageTracer:
-        changes |= MARKED
-        key = trace_key(plan, **changes)
-        if key not in self._tracers:
-            with self._importing():
-                from toolkit.memory.trace.run import stage_tracer
+    def _kept(self, plan: Plan, changes: Mapping[str, Any]) -> Traces | None:
+        """Return the traces that an earlier command has kept."""
+        stored = self._stored_key(plan, changes)
+        if stored is not None and stored not in self._read and (found := self.stored.traces(stored)) is not None:
+            self._read[stored] = found
+        return None if stored is None else self._read.get(stored)
 
-            self._tracers[key] = stage_tracer(plan, **changes)
-        return self._tracers[key]
+    def _stored_key(self, plan: Plan, changes: Mapping[str, Any]) -> str | None:
+        return self.stored.trace_key(plan, dict(changes) | MARKED)
 
 
 class StageRequirements:
@@ -179,69 +171,47 @@ class StageRequirements:
 
     Args:
         plan: Plan of the run, with any split into stages.
-        tracer: Tracer of its stages.
-        evaluated: Tracer of its stages in an evaluation, if the plan has one.
+        tracing: Makes the traces of its stages.
+        changes: Values of `TraceSpec` in place of the plan's.
         calibration: Figures measured on this machine.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        *,
-        tracer: StageTracer,
-        evaluated: StageTracer | None,
-        calibration: Calibration | None,
+        self, plan: Plan, *, tracing: Tracing, changes: Mapping[str, Any], calibration: Calibration | None
     ) -> None:
-        self._plan, self._tracer, self._evaluated, self._calibration = plan, tracer, evaluated, calibration
+        self._plan, self._tracing, self._changes, self._calibration = plan, tracing, dict(changes), calibration
         self._known: dict[Any, int] = {}
-        self._tied = bool(tracer.trace(plan.stage(plan.grid.pp - 1)).copies)
+        self._layout = tracing.layout(plan, self._changes)
+        self._tied = bool(self._trace(plan.stage(plan.grid.pp - 1)).copies)
 
     @property
     def layers_are_alike(self) -> bool:
         """True if a stage's need depends on the number of its layers alone."""
-        return self._tracer.layers_are_alike
+        return self._layout.layers_are_alike
 
     def required_bytes(self, stage: int, start: int, stop: int) -> int:
         """Return the bytes that a card needs for a stage with the layers start … stop - 1."""
         part = StageSpec(chunks=(range(start, stop),), num_layers=sum(self._plan.settings.partition))
-        key = stage, self._tracer.kind(part)
+        key = stage, self._layout.kind(part)
         if key not in self._known:
             from toolkit.memory.report.ranks import stage_required_bytes
 
             self._known[key] = stage_required_bytes(
                 self._plan,
                 stage,
-                traced=self._tracer.trace(part),
-                evaluated=None if self._evaluated is None else self._evaluated.trace(part),
+                traced=self._trace(part),
+                evaluated=None if self._plan.settings.eval_steps is None else self._trace(part, evaluation=True),
                 tied=self._tied,
                 calibration=self._calibration,
             )
         return self._known[key]
 
-
-def trace_key(plan: Plan, **changes: Any) -> str:
-    """Return a key of all that a trace depends on: plans with one key differ only in the engine and the split of a pipeline.
-
-    Args:
-        plan: Plan of the run.
-        changes: As of `trace_ranks`.
-    """
-    from toolkit.memory.trace.spec import TraceSpec
-
-    spec = TraceSpec.of(plan, **changes | MARKED)
-    model = json.dumps([plan.model.to_dict(), plan.job.model.model_dump(mode="json")], sort_keys=True, default=str)
-    kernels: Any = _kernels(plan.gpu, spec.device)
-    if spec.torch_compile or spec.kernels == "liger":
-        kernels = spec.device
-    return f"{kernels} {replace(spec, device=ANY_DEVICE)} {plan.grid.pp > 1} {model}"
+    def _trace(self, part: StageSpec, **changes: Any) -> MemoryTrace:
+        return self._tracing.stage(self._plan, self._changes | changes, part)
 
 
-def _kernels(gpu: Gpu, device: Device) -> tuple[str | bool, ...]:
-    """Return a key of cards between which torch's fused attention can differ.
+def _changes(plan: Plan) -> dict[str, Any]:
+    """Return the values of `TraceSpec` in place of the plan's with which its estimate traces a step."""
+    from toolkit.memory.engines.settings import engine_settings, keeps_frozen_inputs
 
-    Source:
-        aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: every comparison of a device's capability there.
-    """
-    version = device.capability
-    small_shared_memory = 8.6 <= version <= 8.9 or 12.0 <= version <= 12.1
-    return (gpu.vendor, version >= 5.0, version >= 8.0, small_shared_memory, 9.0 <= version < 11.0)
+    return {"keeps_inputs": keeps_frozen_inputs(plan, engine_settings(plan))}

@@ -124,22 +124,7 @@ class StoredEstimates:
             plan: Plan of the run.
             changes: As of `trace_ranks`.
         """
-        if not self._keeps(plan):
-            return None
-        settings = plan.settings.to_dict()
-        train = plan.job.train.model_dump(mode="json", warnings=False)
-        return _joined(
-            "trace",
-            plan.model.to_dict(),
-            plan.job.model.model_dump(mode="json", warnings=False),
-            {name: value for name, value in settings.items() if name not in _SETTINGS_APART},
-            {name: value for name, value in train.items() if name not in _TRAIN_APART},
-            [plan.settings.batch.micro, plan.grid.pp, plan.grid.tp, plan.profile.activations, plan.on_cpu],
-            "wrapped" if plan.job.data is None else plan.job.data.packing,
-            [plan.gpu.vendor, plan.gpu.compute_capability, plan.gpu.num_multiprocessors],
-            _software(plan),
-            {name: repr(value) for name, value in sorted(changes.items())},
-        )
+        return trace_key(plan, changes) if self._keeps(plan) else None
 
     def get(self, key: str | None, kind: type[T]) -> T | None:
         """Return a kept dataclass of some kind."""
@@ -172,6 +157,24 @@ class StoredEstimates:
     def _keeps(self, plan: Plan) -> bool:
         own_code = plan.job.model.trust_remote_code or plan.job.train.compute_loss is not None
         return self._cache is not None and not own_code
+
+
+def trace_key(plan: Plan, changes: Mapping[str, Any]) -> str:
+    """Return a key of all that a plan's traces depend on, the split of its pipeline too; arguments as of `trace_ranks`."""
+    settings = plan.settings.to_dict()
+    train = plan.job.train.model_dump(mode="json", warnings=False)
+    return _joined(
+        "trace",
+        plan.model.to_dict(),
+        plan.job.model.model_dump(mode="json", warnings=False),
+        {name: value for name, value in settings.items() if name not in _SETTINGS_APART},
+        {name: value for name, value in train.items() if name not in _TRAIN_APART},
+        [plan.settings.batch.micro, plan.grid.pp, plan.grid.tp, plan.profile.activations, plan.on_cpu],
+        "wrapped" if plan.job.data is None else plan.job.data.packing,
+        [plan.gpu.vendor, plan.gpu.compute_capability, plan.gpu.num_multiprocessors],
+        _software(plan),
+        {name: repr(value) for name, value in sorted(changes.items())},
+    )
 
 
 def is_cut_short(assumptions: Sequence[str]) -> bool:

@@ -6,11 +6,12 @@ and releases there only two things matter: the peak of memory, by cause, and wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from toolkit.memory.kernels.operations import Operation
+from toolkit.pipeline_schedule import StageSpec
 
 # Kinds of marks. `fetch` and `release` are DeepSpeed's module hooks of ZeRO-3 (runtime/zero/parameter_offload.py),
 # `gradient` is the moment at which autograd has stored a parameter's whole gradient.
@@ -206,6 +207,28 @@ class MemoryTrace:
 
 # One trace of the whole model, or one for each rank of a pipeline.
 Traces = Sequence[MemoryTrace]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayout:
+    """The layers of a model whose stages are traced.
+
+    Args:
+        kinds: Number of each layer's kind.
+        recompute_alike: Whether either all layers recompute or none does.
+    """
+
+    kinds: tuple[int, ...]
+    recompute_alike: bool
+
+    @property
+    def layers_are_alike(self) -> bool:
+        """True if all layers have one structure, and either all recompute or none does."""
+        return len(set(self.kinds)) == 1 and self.recompute_alike
+
+    def kind(self, part: StageSpec) -> Hashable:
+        """Return the kind of a rank's part: parts of one kind need the same memory."""
+        return part.first, part.last, tuple(tuple(self.kinds[index] for index in chunk) for chunk in part.chunks)
 
 
 @dataclass(slots=True)

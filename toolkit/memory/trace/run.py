@@ -6,20 +6,23 @@ different structure or neighbours run; the others repeat what these do.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 from transformers import PreTrainedConfig
 
-from toolkit.errors import SpecError
+from toolkit.errors import SpecError, ToolkitError
+from toolkit.forks import call_spread
 from toolkit.memory.kernels.routing import collects_router_logits
-from toolkit.memory.trace.events import MemoryTrace, Parameter, Traces
+from toolkit.memory.trace.events import MemoryTrace, Parameter, StageLayout, Traces
 from toolkit.memory.trace.failure import unknown_architecture
 from toolkit.memory.trace.fake_run import TraceRun, card_of, configured, run_fake, trace_once
 from toolkit.memory.trace.representatives import kinds_of, layer_types
 from toolkit.memory.trace.spec import TraceSpec
-from toolkit.memory.trace.stage_layers import choose
+from toolkit.memory.trace.stage_layers import Pruned, choose
 from toolkit.modeling.architecture import import_architecture, model_config
 from toolkit.modeling.build import construct_empty
 from toolkit.modeling.checkpointing import evenly_spaced
@@ -48,18 +51,19 @@ def trace(plan: Plan, *, all_layers: bool = False, **changes: Any) -> MemoryTrac
     return trace_model(_config(plan), TraceSpec.of(plan, **changes), all_layers=all_layers)
 
 
-def trace_ranks(plan: Plan, *, tracer: StageTracer | None = None, **changes: Any) -> Traces:
+def trace_ranks(plan: Plan, *, tracer: StageTracer | None = None, processes: int = 1, **changes: Any) -> Traces:
     """Trace the model of a plan, or each rank of its pipeline.
 
     Args:
         plan: Plan of the run.
         tracer: Tracer of the same model, batch and checkpointing, with any split into stages.
+        processes: Most processes that trace stages at a time: this one and forks of it.
         changes: As of `trace`, and so are the errors.
     """
     if plan.grid.pp == 1:
         return (trace(plan, **changes),)
     own = tracer or stage_tracer(plan, **changes)
-    return tuple(own.trace(plan.stage(pp_rank)) for pp_rank in range(plan.grid.pp))
+    return own.trace_all([plan.stage(pp_rank) for pp_rank in range(plan.grid.pp)], processes=processes)
 
 
 def stage_tracer(plan: Plan, **changes: Any) -> StageTracer:
@@ -131,9 +135,9 @@ class StageTracer:
         return len(self._runs)
 
     @property
-    def layers_are_alike(self) -> bool:
-        """True if all layers have one structure, and either all recompute or none does."""
-        return len(set(self._kinds)) == 1 and self._spec.checkpointing in (0, 1)
+    def layout(self) -> StageLayout:
+        """The kinds of the model's layers."""
+        return StageLayout(kinds=tuple(self._kinds), recompute_alike=self._spec.checkpointing in (0, 1))
 
     def trace(self, part: StageSpec) -> MemoryTrace:
         """Trace a rank's part; parts of one kind share a trace, whose names are those of the first of them.
@@ -141,24 +145,51 @@ class StageTracer:
         Raises:
             PlanError: As of `trace_model`.
         """
-        key = self.kind(part)
+        key = self.layout.kind(part)
         if key not in self._traces:
             self._traces[key] = self._make(part)
         return self._traces[key]
 
-    def kind(self, part: StageSpec) -> Hashable:
-        """Return the kind of a rank's part: parts of one kind need the same memory."""
-        return part.first, part.last, tuple(tuple(self._kinds[index] for index in chunk) for chunk in part.chunks)
+    def trace_all(self, parts: Sequence[StageSpec], *, processes: int = 1) -> Traces:
+        """Trace the parts of all ranks, those that run different layers in forks of this process at the same time.
 
-    def _make(self, part: StageSpec) -> MemoryTrace:
+        Args:
+            parts: The layers of each rank.
+            processes: Most processes at a time.
+
+        Raises:
+            PlanError: As of `trace_model`.
+        """
+        runs: dict[Hashable, dict[Hashable, StageSpec]] = {}  # by run, parts of different kinds
+        if processes > 1:
+            for part in parts:
+                if self.layout.kind(part) not in self._traces:
+                    runs.setdefault(self._run_of(part)[0], {}).setdefault(self.layout.kind(part), part)
+        if len(runs) > 1:
+            groups = [list(found.values()) for found in runs.values()]
+            for group, made in zip(
+                groups, call_spread([partial(self._try, group) for group in groups], processes=processes), strict=True
+            ):
+                self._traces |= {self.layout.kind(part): trace for part, trace in zip(group, made, strict=False)}
+        return tuple(self.trace(part) for part in parts)
+
+    def _try(self, parts: Sequence[StageSpec]) -> list[MemoryTrace]:
+        """Return the traces of parts up to the first that cannot be made, whose error comes again where it is asked for."""
+        made = []
+        with suppress(ToolkitError):
+            for part in parts:
+                made.append(self.trace(part))
+        return made
+
+    def _run_of(self, part: StageSpec) -> tuple[Hashable, Pruned]:
+        """Return a key of the run that a part's trace repeats, and its layers."""
         kinds = list(zip(self._kinds, self._recompute(part), strict=True))
         pruned = choose(self._prefix, kinds, self._types, part)
-        key = (
-            part.first,
-            part.last,
-            pruned.part,
-            tuple(tuple(kinds[index] for index in stack.kept) for stack in pruned.stacks),
-        )
+        kept = tuple(tuple(kinds[index] for index in stack.kept) for stack in pruned.stacks)
+        return (part.first, part.last, pruned.part, kept), pruned
+
+    def _make(self, part: StageSpec) -> MemoryTrace:
+        key, pruned = self._run_of(part)
         if key not in self._runs:
             self._runs[key] = run_fake(self._spec, self._config, part=part, all_layers=False)
         ran = self._runs[key]

@@ -1,0 +1,90 @@
+"""The process that imports torch ahead: it answers what it was asked, ends with the command, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.config.job import Job
+from toolkit.memory.scenario import Scenario
+from toolkit.memory.search import trace_process
+from toolkit.memory.search.trace_process import ProcessEndedError, TraceProcess, is_of_use
+from toolkit.memory.search.tracing import answer_questions
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are used on Linux alone")
+
+JOB = {
+    "model": "quickstart-llama",
+    "cluster": {"gpu": "h100-sxm-80gb"},
+    "train": {"sequence_length": 64, "per_device_train_batch_size": 1},
+}
+
+
+@pytest.fixture
+def process() -> Iterator[TraceProcess]:
+    made = TraceProcess(answer_questions)
+    yield made
+    made.close()
+
+
+def question(micro: int = 1) -> tuple[str, tuple[Any, ...]]:
+    job = Job.model_validate(JOB).with_({"train.per_device_train_batch_size": micro})
+    return "ranks", (Scenario.of(job).plan(), {"keeps_inputs": False})
+
+
+def children() -> set[int]:
+    """Return the processes that this one has forked and not reaped."""
+    return set(map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()))
+
+
+def test_answers_come_to_those_who_ask_in_any_order(process: TraceProcess) -> None:
+    process.ask(True, {"a": question(1), "b": question(2)})
+    process.ask(True, {"b": question(2), "c": question(3)})
+    found = {key: process.answer(True, key, question(9)) for key in "cab"}
+    assert {key: len(traces) for key, traces in found.items()} == {"a": 1, "b": 1, "c": 1}
+    assert len({repr(traces) for traces in found.values()}) == 3
+
+
+def test_closing_reaps_it_and_later_questions_find_it_ended() -> None:
+    before = children()
+    made = TraceProcess(answer_questions)
+    (child,) = children() - before
+    made.close()
+    made.close()
+    assert child not in children()
+    assert not Path(f"/proc/{child}").exists()
+    with pytest.raises(ProcessEndedError):
+        made.answer(True, "a", question())
+
+
+def test_a_process_that_nobody_holds_is_reaped() -> None:
+    before = children()
+    made = TraceProcess(answer_questions)
+    assert len(children() - before) == 1
+    del made
+    assert children() == before
+
+
+def test_one_that_was_killed_is_found_ended(process: TraceProcess) -> None:
+    (child,) = (pid for pid in children() if pid == process._child)
+    os.kill(child, signal.SIGKILL)
+    process.ask(True, {"a": question(1)})
+    for key in ("a", "b"):
+        with pytest.raises(ProcessEndedError):
+            process.answer(True, key, question(1))
+
+
+def test_it_is_of_use_with_a_second_core_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_process, "num_cores", lambda: 2)
+    assert "torch" in sys.modules
+    assert not is_of_use()
+    monkeypatch.delitem(sys.modules, "torch")
+    assert is_of_use()
+    monkeypatch.setattr(trace_process, "num_cores", lambda: 1)
+    assert not is_of_use()
