@@ -98,6 +98,7 @@ TOLD: dict[str, Pair] = {
     "train.torch_compile": ({}, {"train": {"torch_compile": True}}),
     "train.save_steps": ({}, {"train": {"save_steps": 3}}),
     "train.save_total_limit": ({}, {"train": {"save_total_limit": 3}}),
+    "train.save_only_model": ({}, {"train": {"save_only_model": True}}),
     "train.logging_steps": ({}, {"train": {"logging_steps": 3}}),
     "train.callbacks": ({}, {"train": {"callbacks": ["hooks:Mine"]}}),
     "train.report_to": ({}, {"train": {"report_to": ["tensorboard"]}}),

@@ -136,6 +136,13 @@ def test_what_trainer_cannot_carry():
     refused("INTEGRATION_LOOP", "train.callbacks", train={"callbacks": ["hooks:Mine"]})
     refused("INTEGRATION_LOSS", "train.label_smoothing_factor", train={"label_smoothing_factor": 0.1})
     refused("INTEGRATION_LOSS", "train.compute_loss", train={"compute_loss": "a:b"})
+    best = {"load_best_model_at_end": True, "save_only_model": True}
+    refused(
+        "INTEGRATION_LOOP", "train.save_only_model", train=best, data={"train": "a.jsonl", "validation_fraction": 0.1}
+    )
+    refused(
+        "INTEGRATION_LOOP", "train.save_only_model", train={"save_only_model": True}, parallel={"strategy": "fsdp2"}
+    )
     refused("INTEGRATION_LOSS", "train.z_loss", train={"z_loss": 1e-4})
     assert plan_of(train={"neftune_noise_alpha": 5}).training_arguments()["neftune_noise_alpha"] == 5
     held = {"train": "a.jsonl", "validation_fraction": 0.1}

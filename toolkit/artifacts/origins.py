@@ -184,6 +184,9 @@ TRAINER: dict[str, Origin] = {
     "save_strategy": Origin(("train.save_steps",)),
     "save_steps": Origin(("train.save_steps",)),
     "save_total_limit": Origin(("train.save_total_limit",)),
+    "save_only_model": Origin(
+        ("train.save_only_model",), "checkpoints that resume, unless the job asks for weights alone"
+    ),
     "eval_strategy": Origin(_EVAL, "no evaluation without evaluation data"),
     "eval_steps": Origin(_EVAL, "no evaluation without evaluation data"),
     "eval_on_start": Origin(("train.eval_on_start",), "not before the first step unless the job asks for it"),

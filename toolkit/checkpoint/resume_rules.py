@@ -270,7 +270,7 @@ RULES: dict[str, Rule] = {
         "gradient_checkpointing attention loss kernels torch_compile label_smoothing_factor z_loss neftune_noise_alpha router_aux_loss_coef compute_loss",
     ),
     **_each(_TOLD, "parallel", "sequence_parallel pipeline_schedule"),
-    **_each(_TOLD, "train", "save_steps save_total_limit eval_steps logging_steps report_to callbacks"),
+    **_each(_TOLD, "train", "save_steps save_total_limit save_only_model eval_steps logging_steps report_to callbacks"),
     **_each(
         _TOLD, "train", "eval_on_start compute_metrics load_best_model_at_end metric_for_best_model greater_is_better"
     ),

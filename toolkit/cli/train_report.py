@@ -158,12 +158,17 @@ def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | 
     damaged = {problem.key for problem in failed if problem.code in ("CHECKPOINT_DAMAGED", "CHECKPOINT_UNSAFE")}
     last = last_checkpoint(plan, but=damaged)
     finished = outcome.exit_code == 0 and is_finished(plan)
-    command = None if finished else _next_command(plan, call, last)
+    weights_alone = last is not None and plan.job.train.save_only_model
+    command = None if finished or weights_alone else _next_command(plan, call, last)
     if as_json:
         print_json(outcome_as_dict(plan, outcome) | _places(last, exported, command=command))
         return
     if outcome.exit_code == 0:
         _print_places(plan, last, exported)
+    if weights_alone and not finished:
+        say(
+            f"{last} has weights alone, from which no run resumes. Export it with:\n  {shlex.join(['toolkit', 'export', str(last)])}"
+        )
     if command is not None:
         what = f"{'Saved' if outcome.exit_code == 0 else 'The last complete checkpoint is'} {last}. Go on with:"
         none = "No other checkpoint is whole" if damaged else "Nothing was saved yet"

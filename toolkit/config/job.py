@@ -323,6 +323,8 @@ class Train(Section):
     """Optimizer steps between checkpoints, or below 1 their share of the run; one is written at the end in any case."""
     save_total_limit: Count | None = None
     """Number of checkpoints to keep; older ones are deleted."""
+    save_only_model: StrictBool = False
+    """Saves weights without optimizer states: far smaller checkpoints, from which `toolkit export` works and no run resumes."""
     eval_steps: Count | OpenFraction | None = None
     """Optimizer steps between evaluations, or below 1 their share of the run; one is made at the end in any case."""
     eval_on_start: StrictBool = False

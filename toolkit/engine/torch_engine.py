@@ -133,7 +133,7 @@ class TorchEngine:
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
     def save_checkpoint(self, folder: str, *, tag: str, exclude_frozen_parameters: bool) -> None:
-        """Write weights and optimizer state below `folder/tag`, each rank its part, and the tag's name.
+        """Write weights and, unless the plan saves weights alone, optimizer state below `folder/tag`, each rank its part, and the tag's name.
 
         Collectives:
             Those of torch's distributed checkpoint.
@@ -142,7 +142,7 @@ class TorchEngine:
         weights = dict(self._weights(trained_only=exclude_frozen_parameters))
         states = {
             f"{OPTIMIZER}{name}.{key}": value if isinstance(value, Tensor) else torch.tensor(float(value))
-            for name, weight in self._trained()
+            for name, weight in (() if self._plan.job.train.save_only_model else self._trained())
             for key, value in self.optimizer.state[weight].items()
             if key not in TABLES
         }

@@ -124,18 +124,20 @@ def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
     Source:
         deepspeed runtime/engine.py _save_checkpoint, _save_zero_checkpoint: up to stage 2 the model's weights in training
         precision and the optimizer's partitions; under stage 3 the latter alone, since the weights are placeholders, and
-        frozen partitions whole. Each tensor rank and each stage writes its own files, replicated parameters included.
+        frozen partitions whole. Weights alone have neither moments nor, below stage 3, master weights. Each tensor rank and each stage writes its own files, replicated parameters included.
     """
     settings, train = draft.settings, draft.job.train
     itemsize = settings.itemsize
     frozen = 0 if leaves_frozen_out(draft) else total - trainable
-    states = moment_bytes(train)
+    only_model = train.save_only_model
+    states = 0 if only_model else moment_bytes(train)
     strategy = draft.job.parallel.strategy
     if strategy == "ddp":  # moments in the weights' precision, except those of bitsandbytes
         scale = 1.0 if train.optimizer in ("adamw_8bit", "lion") else itemsize / 4
         return int(itemsize * (frozen + trainable) + states * scale * trainable)
     if strategy == "fsdp2":  # fp32 shards, which are the master copy
         return int(itemsize * frozen + (MASTER_BYTES + states) * trainable)
-    master = 0 if draft.optimizer_wrapper == "none" else MASTER_BYTES
+    has_master = draft.optimizer_wrapper != "none" and (settings.zero_stage == 3 or not only_model)
+    master = MASTER_BYTES if has_master else 0
     weights = 0 if settings.zero_stage == 3 else trainable
     return int(itemsize * (frozen + weights) + (master + states) * trainable)

@@ -73,6 +73,7 @@ def training_arguments(draft: UncheckedPlan) -> dict[str, Any]:
         "save_strategy": "steps",
         "save_steps": settings.save_steps,
         "save_total_limit": settings.save_total_limit,
+        "save_only_model": train.save_only_model,
         "eval_strategy": "no" if settings.eval_steps is None else "steps",
         "eval_steps": settings.eval_steps,
         "eval_on_start": train.eval_on_start,

@@ -121,6 +121,26 @@ def _own_loop_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]
                 message=f"{name} is acted on by our training loop, not by {NAMES[consumer]}",
                 fix=f"Leave it out, with Trainer's own callbacks or functions in your script, or {OWN}",
             )
+    if train.save_only_model:
+        yield from _weights_alone(draft, consumer)
+
+
+def _weights_alone(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
+    """Yield why checkpoints of Trainer cannot be weights alone."""
+    strategy, best = draft.job.parallel.strategy, draft.job.train.load_best_model_at_end
+    if consumer == "trainer" and (strategy == "fsdp2" or (strategy == "zero" and best)):
+        beside = (
+            "strategy=fsdp2, whose files are shards"
+            if strategy == "fsdp2"
+            else "load_best_model_at_end under DeepSpeed"
+        )
+        yield Problem(
+            code="INTEGRATION_LOOP",
+            key="train.save_only_model",
+            message=f"save_only_model=true with {beside}: {NAMES[consumer]} refuses both together",
+            fix=f"Leave out one of them, or {OWN}",
+            source="transformers trainer.py __init__",
+        )
 
 
 def _group_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:

@@ -110,6 +110,18 @@ def offload_activations(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
+def weights_alone(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse checkpoints of weights alone where these are in the optimizer's swap files."""
+    if draft.job.train.save_only_model and draft.profile.optimizer == "nvme":
+        yield Problem(
+            code="SAVE_ONLY_MODEL",
+            key="train.save_only_model",
+            message=f"save_only_model=true with offload={draft.profile.name}: the weights are saved as the optimizer's swap files, with its moments",
+            fix="Remove it, or set parallel.offload to a profile that keeps the optimizer in memory",
+            source="deepspeed runtime/engine.py save_checkpoint",
+        )
+
+
 def accumulation_dtype(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require that gradients accumulate in the training precision, or under ZeRO in fp32."""
     settings = draft.settings
@@ -168,6 +180,7 @@ RULES = (
     offload_ratio,
     offload_activations,
     offload_host_memory,
+    weights_alone,
     accumulation_dtype,
     compile_under_zero3,
 )
