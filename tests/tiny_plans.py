@@ -23,6 +23,7 @@ def tiny_plan(
     architecture: str = "llama",
     *,
     ranks: int = RANKS,
+    nodes: int = 1,
     train: dict[str, Any] | None = None,
     parallel: dict[str, Any] | None = None,
     deepspeed: dict[str, Any] | None = None,
@@ -46,7 +47,7 @@ def tiny_plan(
         path.write_text(json.dumps(made.to_dict()), encoding="utf-8")
         job = {
             "model": {"name": str(path), "init": "random"},
-            "cluster": {"gpu": gpu, "gpus_per_node": ranks},
+            "cluster": {"gpu": gpu, "gpus_per_node": ranks // nodes, "nodes": nodes},
             "train": {name: value for name, value in values.items() if value is not None},
             "parallel": {"zero_stage": 2, **(parallel or {})},
             "deepspeed": deepspeed or {},

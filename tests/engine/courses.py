@@ -57,6 +57,7 @@ class Case:
     schedule: str | None = None
     virtual_stages: int | None = None
     data: int = RANKS
+    nodes: int = 1
     micro_batches: int = ACCUMULATION
     tolerance: float = 1e-5
     weight_tolerance: float = 1e-5
@@ -69,6 +70,7 @@ class Case:
         return tiny_plan(
             self.architecture,
             ranks=self.ranks,
+            nodes=self.nodes,
             gpu=gpu,
             train={"gradient_accumulation_steps": self.micro_batches, **self.train},
             parallel={

@@ -35,7 +35,12 @@ from toolkit.planning.plan import Plan
 
 STEPS, BEFORE, AFTER = 10, 3, 2
 OPTIONS: dict[str, dict[str, Any]] = {
-    "ddp": {"bucket_cap_mb": 1, "find_unused_parameters": True, "broadcast_buffers": False},
+    "ddp": {
+        "bucket_cap_mb": 1,
+        "find_unused_parameters": True,
+        "broadcast_buffers": False,
+        "gradient_as_bucket_view": True,
+    },
     "fsdp2": {"reshard_after_forward": False},
 }
 STRATEGIES = ("ddp", "fsdp2")
@@ -101,7 +106,10 @@ def saved_plan(strategy: str, method: str, **train: Any) -> Plan:
 
 
 def losses(run: tk.Run, *, start: int, count: int) -> list[float]:
-    return [float(run.step(step_batches(step)[run.world.coordinate.dp])) for step in range(start, start + count)]
+    return [
+        float(run.step(step_batches(step, ranks=run.world.grid.dp)[run.world.coordinate.dp]))
+        for step in range(start, start + count)
+    ]
 
 
 def save_and_resume(rank: int, plans: dict[str, Plan], folder: Path) -> dict[str, Any]:

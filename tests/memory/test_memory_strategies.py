@@ -21,7 +21,7 @@ def job(*, gpus=4, model="llama-3.2-1b", parallel=None, **train):
         {
             "model": {"name": model, "init": "random"},
             "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": gpus},
-            "train": {"sequence_length": 512, "per_device_train_batch_size": 1, "max_steps": 1, **train},
+            "train": {"sequence_length": 512, "per_device_train_batch_size": 1, "max_steps": 9, **train},
             "parallel": parallel or {},
         }
     )
@@ -52,6 +52,30 @@ def test_ddp_keeps_weights_buckets_and_moments_in_training_precision(estimator):
     alone = estimated(estimator, gpus=1, parallel={"strategy": "ddp"})
     assert between_steps(alone) == near((2 + 4) * PARAMETERS + WORKSPACES), "one rank reduces nothing"
     assert several.checkpoint_bytes == near(6 * PARAMETERS)
+
+
+def test_communication_hooks_keep_what_they_have_not_sent(estimator):
+    def ddp(gpus=4, nodes=1, **options):
+        document = job(gpus=gpus, parallel={"strategy": "ddp", "ddp": options}).with_({"cluster.nodes": nodes})
+        return estimator.estimate(Scenario.of(document))
+
+    plain, view, products = (
+        ddp(**options)
+        for options in (
+            {},
+            {"gradient_as_bucket_view": True},
+            {"comm_hook": "power_sgd", "power_sgd_rank": 2, "power_sgd_start_step": 2},
+        )
+    )
+    assert between_steps(view) == near(between_steps(plain)), "gradients are freed, their buckets are not"
+    assert "gradients" not in view.fullest.phases["step"].causes
+    assert between_steps(products) - between_steps(plain) == pytest.approx(2 * PARAMETERS, rel=0.01)
+    assert products.checkpoint_bytes - plain.checkpoint_bytes == near(4 * 2 * PARAMETERS)
+    largest = ddp(nodes=2, comm_hook="top_k", top_k_ratio=0.05, bucket_cap_mb=100_000)
+    assert between_steps(largest) - between_steps(plain) == near(2 * PARAMETERS / 4)
+    layer = 2 * (PARAMETERS - 128_256 * 2048) / 16
+    sent = largest.fullest.phases["backward"].causes["gradients being sent"]
+    assert 1.5 * (2 * PARAMETERS - layer) < sent < 1.5 * 2 * PARAMETERS, "one bucket, but for the first of 1 MiB"
 
 
 def test_fsdp2_shards_masters_and_moments_and_gathers_by_layer(estimator):

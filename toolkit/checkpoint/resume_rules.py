@@ -159,18 +159,49 @@ def _options(strategy: str, names: str) -> dict[str, Rule]:
     return {f"parallel.{strategy}.{name}": replace(_TOLD, counts=counts, value=value(name)) for name in names.split()}
 
 
+def _sends_between_nodes(now: Plan, then: Plan) -> bool:
+    return now.grid.world_size == then.grid.world_size and _hook(now) == _hook(then) == "top_k"
+
+
+def _hook(plan: Plan) -> str:
+    return plan.job.parallel.ddp_options.comm_hook if plan.job.parallel.strategy == "ddp" else "none"
+
+
+def _with_hook(hook: str, name: str, *, of: str, refuses: bool = False) -> dict[str, Rule]:
+    """Return the rule of an option of a hook of DDP; it counts where both runs have the hook."""
+    rule = replace(_REFUSED, why="it has that hook's state") if refuses else _TOLD
+    counted = replace(
+        rule,
+        counts=lambda now, then: _hook(now) == _hook(then) == hook,
+        value=lambda plan: getattr(plan.job.parallel.ddp_options, of),
+    )
+    return {f"parallel.ddp.{name}": counted}
+
+
 # The keys in the order of their names in a message.
 RULES: dict[str, Rule] = {
     # Ranks and how they share the model: refused together.
     "cluster.gpus_per_node": replace(
         _GRID, name="cluster.gpus_per_node × cluster.nodes", value=lambda plan: plan.grid.world_size
     ),
-    "cluster.nodes": _FREE,  # counted in the row before: the same ranks may run on other nodes
+    "cluster.nodes": replace(  # counted in the row before: the same ranks may run on other nodes, but for shares of a node
+        _REFUSED, why="its residuals are shares of a node's", counts=_sends_between_nodes
+    ),
     "parallel.tensor": _GRID,
     "parallel.pipeline": _GRID,
     "parallel.virtual_stages": _GRID,
     "parallel.strategy": _REFUSED,
-    **_options("ddp", "bucket_cap_mb find_unused_parameters static_graph broadcast_buffers"),
+    **_options("ddp", "bucket_cap_mb find_unused_parameters static_graph broadcast_buffers gradient_as_bucket_view"),
+    "parallel.ddp.comm_hook": replace(
+        _REFUSED,
+        why="what a hook has not sent yet is a part of a checkpoint",
+        counts=_same_strategy,
+        value=_hook,
+        fits=lambda now, then: not {_hook(now), _hook(then)} & {"power_sgd", "top_k"},
+    ),
+    **_with_hook("power_sgd", "power_sgd_start_step", of="start_step"),
+    **_with_hook("top_k", "top_k_ratio", of="sent_ratio"),
+    **_with_hook("power_sgd", "power_sgd_rank", of="rank_of_products", refuses=True),
     **_options("fsdp2", "reshard_after_forward dp_replicate_size reduce_dtype"),  # the files fit any sharding
     "parallel.zero_stage": replace(_REFUSED, counts=_same_strategy),  # else the strategy is the cause
     "train.precision": replace(

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag
 
 from toolkit.arguments import checks_arguments
 from toolkit.config.fields import (
+    MAX_COUNT,
     Capability,
     Count,
     Folder,
@@ -46,6 +47,7 @@ Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Method = Literal["full", "lora", "qlora"]
 Strategy = Literal["zero", "ddp", "fsdp2"]
+CommHook = Literal["none", "fp16", "bf16", "power_sgd", "hierarchical", "top_k"]
 Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "lion", "sgd"]
 AnyOptimizer = Literal[Optimizer, "adamw_torch_fused", "adamw_bnb_8bit"]  # `optimizer_named` reads the last two
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
@@ -499,6 +501,34 @@ class Ddp(Section):
     """
     broadcast_buffers: StrictBool = True
     """Whether rank 0's buffers are sent to all before each forward pass."""
+    gradient_as_bucket_view: StrictBool = False
+    """Whether gradients lie in the buckets themselves, which saves their second copy."""
+    comm_hook: CommHook = "none"
+    """How gradients are reduced. `fp16`, `bf16`: sent in 16 bit. `power_sgd`: as products of low rank, the rest added to the next
+    gradient (arXiv 1905.13727). `hierarchical`: inside each node, between nodes by shares, then inside again. `top_k`: the same,
+    but between nodes only the largest of each weight's gradient, the rest added to the next (arXiv 1809.07599).
+    """
+    power_sgd_rank: Count | None = None
+    """Rank of `power_sgd`'s products: 1 when left out."""
+    power_sgd_start_step: Annotated[int, Field(ge=2, le=MAX_COUNT)] | None = None
+    """Steps before `power_sgd` begins, in which gradients are reduced whole: 1000 when left out."""
+    top_k_ratio: OpenFraction | None = None
+    """Share of the numbers that `top_k` sends: 0.01 when left out."""
+
+    @property
+    def rank_of_products(self) -> int:
+        """Rank of PowerSGD's products."""
+        return self.power_sgd_rank or 1
+
+    @property
+    def start_step(self) -> int:
+        """Steps before PowerSGD begins; torch's default when left out (ddp_comm_hooks/powerSGD_hook.py PowerSGDState)."""
+        return self.power_sgd_start_step or 1000
+
+    @property
+    def sent_ratio(self) -> float:
+        """Share of the numbers that top-k sends."""
+        return self.top_k_ratio or 0.01
 
 
 class Fsdp2(Section):

@@ -17,10 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.distributed.dtensors import is_dtensor
 from toolkit.distributed.world import World
+from toolkit.engine.comm_hooks import Hook, comm_hook
 from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.optimizers import TABLES, complete_state, made_here
 from toolkit.engine.sharded_files import (
     ENGINE_FILE,
+    HOOK,
     OPTIMIZER,
     WEIGHT,
     EngineRecord,
@@ -60,6 +62,7 @@ class TorchEngine:
         self._shards = plan.job.parallel.strategy == "fsdp2"
         self.module = model
         self._wrapper: Any = model if self._shards or world.size == 1 else _replicated(plan, model, world)
+        self._hook: Any = None if self._wrapper is model else _hooked(plan, self._wrapper, world)
         self.optimizer = made_here(plan, groups)
         self.lr_scheduler = schedule.build(self.optimizer)
         self._micro_batches = 0
@@ -105,7 +108,9 @@ class TorchEngine:
             factor = (limit / (self._norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(_held(gradients), factor)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        options = self._plan.job.parallel.ddp_options
+        # Those that lie in buckets stay there; the search for unused weights needs them to be absent.
+        self.optimizer.zero_grad(set_to_none=not options.gradient_as_bucket_view or options.find_unused_parameters)
         self.lr_scheduler.step()
 
     @property
@@ -146,7 +151,8 @@ class TorchEngine:
             for key, value in self.optimizer.state[weight].items()
             if key not in TABLES
         }
-        save_tensors(target, {f"{WEIGHT}{name}": weight.detach() for name, weight in weights.items()} | states)
+        hooked = dict(self._of_hook())
+        save_tensors(target, {f"{WEIGHT}{name}": weight.detach() for name, weight in weights.items()} | states | hooked)
         if self._world.is_main:
             record = EngineRecord(
                 scheduler_epoch=self.lr_scheduler.last_epoch,
@@ -183,7 +189,12 @@ class TorchEngine:
                 if f"{OPTIMIZER}{name}.{key}" in saved
             }
             wanted |= {f"{OPTIMIZER}{name}.{key}": value for key, value in states[weight].items()}
-        load_tensors(source, wanted, reader=reader)
+        prefixes = (f"{HOOK}{SHARED}.", f"{HOOK}{self._world.rank}.") if hasattr(self._hook, "restore") else ()
+        hooked = {name: _like(kept, self._world) for name, kept in saved.items() if name.startswith(prefixes)}
+        load_tensors(source, wanted | hooked, reader=reader)
+        if prefixes:
+            kept = {name.removeprefix(HOOK).partition(".")[2]: tensor for name, tensor in hooked.items()}
+            self._hook.restore(kept, steps=record.scheduler_epoch)
         for weight, state in states.items():
             complete_state(self.optimizer, weight, state)
         self.optimizer.state.clear()
@@ -198,10 +209,17 @@ class TorchEngine:
         kept = self.module.state_dict(keep_vars=True)
         yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in kept)
 
+    def _of_hook(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a communication hook keeps: tensors of this rank, then those that all ranks have."""
+        kept = self._hook.tensors() if hasattr(self._hook, "restore") else ({}, {})
+        for whose, tensors in zip((self._world.rank, SHARED), kept, strict=True):
+            yield from ((f"{HOOK}{whose}.{name}", tensor.contiguous()) for name, tensor in tensors.items())
+
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad)
 
 
+SHARED = "all"  # in the names of a hook's tensors, in place of a rank
 STEP = "step"  # the count of steps of one parameter: a scalar on the host
 
 
@@ -212,6 +230,21 @@ def _room_for(key: str, weight: nn.Parameter, saved: Any) -> Tensor:
     if is_dtensor(weight) or (tuple(saved.size) == tuple(weight.shape) and saved.properties.dtype == weight.dtype):
         return torch.zeros_like(weight)
     return torch.zeros(saved.size, dtype=saved.properties.dtype, device=weight.device)
+
+
+def _like(saved: Any, world: World) -> Tensor:
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device=world.device)
+
+
+def _hooked(plan: Plan, wrapper: Any, world: World) -> Hook | None:
+    """Give DDP the plan's communication hook, and return it."""
+    names: dict[Tensor, str] = {
+        weight: name for name, weight in wrapper.module.named_parameters() if weight.requires_grad
+    }
+    hook = comm_hook(plan, names, world=world)
+    if hook is not None:
+        wrapper.register_comm_hook(hook, lambda hook, bucket: hook(bucket))  # torch reads annotations of functions
+    return hook
 
 
 def _replicated(plan: Plan, model: nn.Module, world: World) -> nn.Module:
@@ -226,6 +259,7 @@ def _replicated(plan: Plan, model: nn.Module, world: World) -> nn.Module:
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         broadcast_buffers=options.broadcast_buffers,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
     )
 
 

@@ -113,6 +113,12 @@ def leaves_frozen_out(draft: UncheckedPlan) -> bool:
     return method == "qlora" or (method == "lora" and draft.settings.init == "pretrained")
 
 
+def _kept_by_hook(job: Job) -> int:
+    """Return how often all ranks together keep the gradients that a communication hook of DDP has not sent."""
+    of_hook = {"power_sgd": job.cluster.num_ranks, "top_k": job.cluster.nodes}
+    return of_hook.get(job.parallel.ddp_options.comm_hook, 0)
+
+
 def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
     """Return the size of one checkpoint over all ranks, bytes, where ranks have different numbers of parameters.
 
@@ -134,7 +140,7 @@ def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
     strategy = draft.job.parallel.strategy
     if strategy == "ddp":  # moments in the weights' precision, except those of bitsandbytes
         scale = 1.0 if train.optimizer in ("adamw_8bit", "lion") else itemsize / 4
-        return int(itemsize * (frozen + trainable) + states * scale * trainable)
+        return int(itemsize * (frozen + trainable) + (states * scale + itemsize * _kept_by_hook(draft.job)) * trainable)
     if strategy == "fsdp2":  # fp32 shards, which are the master copy
         return int(itemsize * frozen + (MASTER_BYTES + states) * trainable)
     has_master = draft.optimizer_wrapper != "none" and (settings.zero_stage == 3 or not only_model)

@@ -6,9 +6,10 @@ Source: deepspeed 0.19.8 runtime/zero/config.py, runtime/zero/offload_config.py,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from toolkit.config.job import Ddp
 from toolkit.config.job import Optimizer as JobOptimizer
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
@@ -63,6 +64,8 @@ class EngineSettings:
         shard_size: Ranks that share one replica under FSDP2.
         reduction_itemsize: Bytes of a gradient element that FSDP2 reduces.
         reshards: Whether FSDP2 releases a layer's weights after its forward pass.
+        ddp: Options of DDP.
+        node_size: Ranks of a node.
     """
 
     zero_stage: int
@@ -89,6 +92,8 @@ class EngineSettings:
     shard_size: int = 0
     reduction_itemsize: int = 0
     reshards: bool = True
+    ddp: Ddp = field(default_factory=Ddp)
+    node_size: int = 1
 
     @property
     def state_bytes(self) -> float:
@@ -175,6 +180,8 @@ def engine_settings(
         shard_size=plan.grid.dp // options.dp_replicate_size,
         reduction_itemsize=settings.itemsize if options.reduce_dtype is None else ITEMSIZES[options.reduce_dtype],
         reshards=options.reshard_after_forward,
+        ddp=plan.job.parallel.ddp_options,
+        node_size=plan.job.cluster.gpus_per_node,
     )
 
 

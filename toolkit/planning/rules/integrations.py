@@ -184,9 +184,9 @@ def _option_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             fix=f"Set parallel.strategy to ddp, or {OWN}",
             source="accelerate utils/fsdp_utils.py fsdp2_load_full_state_dict",
         )
-    unread = {"fsdp2": ("dp_replicate_size", "reduce_dtype"), "ddp": ()}
-    if consumer == "accelerate":
-        unread["ddp"] = tuple(Ddp.model_fields)
+    read = ("bucket_cap_mb", "find_unused_parameters", "static_graph", "broadcast_buffers")  # by TrainingArguments
+    own = tuple(name for name in Ddp.model_fields if consumer == "accelerate" or name not in read)
+    unread = {"fsdp2": ("dp_replicate_size", "reduce_dtype"), "ddp": own}
     given = getattr(parallel, parallel.strategy, None)
     for name in unread.get(parallel.strategy, ()):
         value, default = (

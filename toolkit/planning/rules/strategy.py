@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
+from toolkit.planning.settings import ITEMSIZES
 from toolkit.planning.unchecked_plan import UncheckedPlan
+
+INDEX_BYTES = 4  # of a position that top-k sends beside its value
 
 
 def torch_strategies(draft: UncheckedPlan) -> Iterator[Problem]:
@@ -56,6 +59,51 @@ def strategy_sections(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
+def comm_hooks(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse a hook of DDP that would change nothing or send more, and options of another hook."""
+    options, cluster, settings = draft.job.parallel.ddp_options, draft.job.cluster, draft.settings
+    hook = options.comm_hook
+    for name, of in (("power_sgd_rank", "power_sgd"), ("power_sgd_start_step", "power_sgd"), ("top_k_ratio", "top_k")):
+        if (given := getattr(options, name)) is not None and hook != of:
+            message = f"{name}={given} with comm_hook={hook}: it is an option of {of}"
+            fix = f"Remove it, or set parallel.ddp.comm_hook to {of}"
+            yield Problem(code="COMM_HOOK", key=f"parallel.ddp.{name}", message=message, fix=fix)
+    why = ""
+    if hook == "none" or draft.job.parallel.strategy != "ddp":
+        return
+    if cluster.num_ranks == 1:
+        why = "one rank reduces nothing"
+    elif hook in ("fp16", "bf16") and settings.itemsize == ITEMSIZES[hook]:
+        why = f"gradients have 16 bits already, precision={settings.precision}"
+    elif hook == "hierarchical" and (cluster.nodes == 1 or cluster.gpus_per_node == 1):
+        one = "node" if cluster.nodes == 1 else "rank on each node"
+        why = f"with one {one} it sends what a plain all-reduce sends"
+    elif hook == "top_k" and cluster.nodes == 1:
+        why = "inside one node links are faster than the search for the largest numbers: it can win between nodes alone"
+    elif (
+        hook == "top_k"
+        and options.sent_ratio * cluster.nodes * (settings.itemsize + INDEX_BYTES) >= 2 * settings.itemsize
+    ):
+        why = (
+            f"top_k_ratio={options.sent_ratio:g} of {cluster.nodes} nodes, with positions of {INDEX_BYTES} bytes, is no fewer bytes "
+            "than an all-reduce of whole gradients sends"
+        )
+    if why:
+        yield Problem(
+            code="COMM_HOOK",
+            key="parallel.ddp.comm_hook",
+            message=f"comm_hook={hook}: {why}",
+            fix="Lower parallel.ddp.top_k_ratio, or remove it" if why.startswith("top_k_ratio") else "Remove it",
+        )
+    if hook == "power_sgd" and settings.max_steps is not None and options.start_step >= settings.max_steps:
+        yield Problem(
+            code="COMM_HOOK",
+            key="parallel.ddp.power_sgd_start_step",
+            message=f"power_sgd_start_step={options.start_step} in a run of {settings.max_steps} steps: comm_hook=power_sgd would never act",
+            fix="Lower parallel.ddp.power_sgd_start_step, or remove parallel.ddp.comm_hook",
+        )
+
+
 def _not_under(strategy: str, key: str, value: object, why: str, fix: str) -> Problem:
     shown = str(value).lower() if isinstance(value, bool) else value
     return Problem(
@@ -100,5 +148,5 @@ def _foreign(strategy: str, key: str, value: object) -> Problem:
     )
 
 
-RULES = (strategy_keys, strategy_sections, qlora_partitions)
+RULES = (strategy_keys, strategy_sections, comm_hooks, qlora_partitions)
 RUN_RULES = (torch_strategies,)
