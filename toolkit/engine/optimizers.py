@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from toolkit.planning.plan import Plan
 
 # What bitsandbytes' 8-bit states mean: one table of 256 numbers for each moment, the same for all weights.
 TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}
+# Numbers of a weight that share a scale of their 8-bit states.
+BLOCK = 256
+# bitsandbytes counts the numbers of a weight in 32 bits. ZeRO's flat partitions have more from two billion parameters a rank on.
+LONGEST = 2**30
 
 
 def made_here(plan: Plan, groups: list[Any]) -> torch.optim.Optimizer:
@@ -28,7 +33,7 @@ def made_here(plan: Plan, groups: list[Any]) -> torch.optim.Optimizer:
     betas = (train.adam_beta1, train.adam_beta2)
     if train.optimizer == "lion":
         return _bitsandbytes(plan).Lion(groups, lr=rate, betas=betas, weight_decay=train.weight_decay)  # type: ignore[no-any-return]
-    kind = _bitsandbytes(plan).AdamW8bit if train.optimizer == "adamw_8bit" else torch.optim.AdamW
+    kind = _in_parts(_bitsandbytes(plan).AdamW8bit) if train.optimizer == "adamw_8bit" else torch.optim.AdamW
     return kind(groups, lr=rate, betas=betas, eps=train.adam_epsilon, weight_decay=train.weight_decay)
 
 
@@ -44,6 +49,32 @@ def complete_state(optimizer: torch.optim.Optimizer, weight: torch.Tensor, state
     state["step"] = int(state["step"])
     if "absmax1" in state:
         state |= {key: tables[name].to(weight.device) for key, name in TABLES.items()}
+
+
+@functools.cache
+def _in_parts(kind: Any) -> Any:
+    """Return a class of bitsandbytes' optimizers that steps a weight of over `LONGEST` numbers in parts, each of whole blocks."""
+
+    class InParts(kind):  # type: ignore[misc]
+        def update_step(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
+            if p.numel() <= LONGEST or p.grad is None:
+                super().update_step(group, p, gindex, pindex)
+                return
+            state, values, gradient = self.state[p], p.data.view(-1), p.grad.reshape(-1)
+            for start in range(0, p.numel(), LONGEST):
+                numbers = slice(start, start + LONGEST)
+                blocks = slice(start // BLOCK, (start + LONGEST) // BLOCK)
+                part = torch.nn.Parameter(values[numbers])
+                part.grad = gradient[numbers]
+                self.state[part] = state | {
+                    **{key: state[key].view(-1)[numbers] for key in ("state1", "state2")},
+                    **{key: state[key][blocks] for key in ("absmax1", "absmax2")},
+                }
+                super().update_step(group, part, gindex, pindex)
+                del self.state[part]
+            state["step"] += 1
+
+    return InParts
 
 
 def _bitsandbytes(plan: Plan) -> Any:

@@ -220,7 +220,7 @@ def _build_sharded(
 
     dense, model = _twins(config, options)
     if options.quantized:
-        hold_in_nf4(model, dtype=options.dtype)
+        hold_in_nf4(model, dtype=options.dtype, storage=options.dtype)
     places, ties = places_of(model), tied_keys(model)
     adapted = finish_model(add_adapters(model, options), options)
     shard_over_ranks(
