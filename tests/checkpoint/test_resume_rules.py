@@ -118,6 +118,8 @@ TOLD: dict[str, Pair] = {
 REFUSED: dict[str, Pair] = {
     "data.system_prompt": _data(system_prompt=("Be long.", "Be brief.")),
     "data.long_rows": _data(long_rows=("split", "drop")),
+    "data.streaming": _data(streaming=(False, True)),
+    "data.shuffle_buffer": _data(streaming=(True, True), shuffle_buffer=(5, 6)),
     "data.group_by_length": _data(packing=("none", "none"), group_by_length=(False, True)),
     "data.preprocess": _data(preprocess=("my_records:all", "my_records:kept")),
     "data.sources": (

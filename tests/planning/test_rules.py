@@ -23,6 +23,10 @@ def zero_keys(**keys):
 # (code, key, what the message must hold, the smallest job that breaks the rule)
 BROKEN = [
     ("GROUP_BY_LENGTH", "data.group_by_length", "packing=wrapped", {"data": {"train": "org/set", "group_by_length": True}}),
+    ("STREAMING", "data.streaming", "without train.max_steps", {"data": {"train": "org/set", "streaming": True}}),
+    ("STREAMING", "data.shuffle_buffer", "without data.streaming", {"data": {"train": "org/set", "shuffle_buffer": 9}}),
+    ("STREAMING", "data.validation_fraction", "the whole data set", {"train": {"max_steps": 9}, "data": {"train": "org/set", "streaming": True, "validation_fraction": 0.1}}),
+    ("STREAMING", "data.sources[0].weight", "weight=2.0", {"train": {"max_steps": 9}, "data": {"sources": [{"path": "a.jsonl", "weight": 2.0}], "streaming": True}}),
     ("DATA_SOURCES", "data", "no training data", {"data": {"eval": "a.jsonl"}}),
     ("DATA_SOURCES", "data.train", "beside data.sources", {"data": {"train": "a.jsonl", "sources": [{"path": "b.jsonl"}]}}),
     ("DATA_SOURCES", "data.max_samples", "its own max_rows", {"data": {"max_samples": 3, "sources": [{"path": "b.jsonl"}]}}),

@@ -265,7 +265,7 @@ RULES: dict[str, Rule] = {
         _DATA,
         "data",
         "name revision split validation_fraction format packing loss_on max_samples"
-        " preprocess system_prompt long_rows group_by_length",
+        " preprocess system_prompt long_rows group_by_length streaming shuffle_buffer",
     ),
     "data.sources": replace(_DATA, value=_of_sources),
     **_each(_CONTENT, "data", "train eval chat_template"),

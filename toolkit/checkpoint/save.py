@@ -80,7 +80,7 @@ def save(
         if run.plan.profile.optimizer == "nvme":
             finish_swapped(run.engine, partial / tag_of(run.step_count), rank=run.world.rank)
         if not train.save_only_model:
-            save_random_state(partial, rank=run.world.rank)
+            save_random_state(partial, rank=run.world.rank, stream=run.stream_position)
         if run.world.is_main:
             _write_plan(
                 run,

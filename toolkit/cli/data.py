@@ -31,7 +31,8 @@ def data(
 
     Example: `toolkit data job.yaml --rows 5 --set data.packing=separated`
 
-    JSON keys: format, warnings, sources (name, records, documents of an epoch), train and eval (null without validation data), each with documents, sequences, tokens,
+    JSON keys: format, warnings, sources (name, records, documents of an epoch), streamed (then train is of the first 1000
+    documents), train and eval (null without validation data), each with documents, sequences, tokens,
     target_tokens, truncated, dropped_long, dropped_tokens, dropped_documents, dropped_sequences, padding_fraction, packing,
     sequence_length, document_tokens (median, p95, max, total); rows (row, tokens, learned, padding, text: pairs of text
     and whether it is learned).
@@ -57,7 +58,8 @@ def data(
         print_table(table)
     for part in ("train", "eval"):
         if found[part] is not None:
-            print(f"{part}: {found['format']}, packing {found[part]['packing']}")
+            head = ", the first documents of a stream" if part == "train" and found["streamed"] else ""
+            print(f"{part}: {found['format']}, packing {found[part]['packing']}{head}")
             print_fields(_fields(found[part]))
     for row in found["rows"]:
         _print_row(row, found["train"]["sequences"])

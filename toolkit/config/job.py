@@ -466,6 +466,10 @@ class Data(Section):
     """
     max_samples: Count | None = None
     """Largest number of documents of `train` to use."""
+    streaming: StrictBool = False
+    """Reads the training data while the run trains, each rank its own part, in place of tokenising all of it first."""
+    shuffle_buffer: Count | None = None
+    """Documents of each rank from which the next is drawn, with `streaming`: 1000 when left out; 1 keeps the order."""
 
     def sources_of(self, part: Part) -> tuple[tuple[str, DataSource], ...]:
         """Return the sources of training or validation data, each after its key path."""

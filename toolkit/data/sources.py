@@ -81,16 +81,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """The documents of a job to train on and to validate on, and warnings of what is not read."""
+    """The documents of a job to train on and to validate on, and warnings of what is not read; `train` is None if it is streamed."""
 
-    train: Part
+    train: Part | None
     eval: Part | None
     warnings: tuple[str, ...]
 
     @property
     def formats(self) -> tuple[Format, ...]:
         """Formats of the documents, each once."""
-        parts = (self.train,) if self.eval is None else (self.train, self.eval)
+        parts = [part for part in (self.train, self.eval) if part is not None]
         return tuple(dict.fromkeys(kind.format for part in parts for kind in part.kinds))
 
 
@@ -115,6 +115,9 @@ def load_documents(
     """
     warnings: list[str] = []
     load = partial(_load_part, data=data, cache_dir=cache_dir, template=template, warnings=warnings)
+    if data.streaming:
+        held = load(facts.eval, part="eval") if facts.eval else None
+        return Documents(train=None, eval=held, warnings=tuple(warnings))
     train = load(facts.train, part="train")
     if data.max_samples is not None:
         train = train.select(np.arange(min(data.max_samples, len(train.documents))))
@@ -191,7 +194,7 @@ def _load_part(
     loaded, kinds, counts, keys = [], [], [], []
     records: list[np.ndarray | None] = []
     for facts, (key, source) in zip(sources, data.sources_of(part), strict=True):
-        documents = _load_source(facts, source, key=key, cache_dir=cache_dir)
+        documents = load_source(facts, source, key=key, cache_dir=cache_dir)
         if source.max_rows is not None:
             documents = documents.select(range(min(source.max_rows, len(documents))))
         rows = None
@@ -288,18 +291,24 @@ def _mapped(documents: Any, function: Callable[..., Any], *kind: str, desc: str,
     )
 
 
-def _load_source(source: SourceFacts, wanted: DataSource, *, key: str, cache_dir: Path) -> Any:
+def load_source(source: SourceFacts, wanted: DataSource, *, key: str, cache_dir: Path, streaming: bool = False) -> Any:
+    """Return a source as a `Dataset`, or if `streaming` as an `IterableDataset`, which reads no more than its head at once.
+
+    Raises:
+        DataError: DATA_HUB, DATA_REVISION, DATA_READ, DATA_JSON.
+    """
     split = wanted.split or "train"
     try:
         if source.kind == "hub":
-            return _load_hub(wanted, key=key, split=split)
+            return _load_hub(wanted, key=key, split=split, streaming=streaming)
         if source.kind == "saved":
             saved = datasets.load_from_disk(str(source.path))
             documents = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
             documents.data.table.validate(full=True)  # offsets of a damaged file may point anywhere
             # A set is saved with the format it had: as tensors, say, or without some of its columns.
             plain = documents.format["type"] is None and documents.format["columns"] == documents.column_names
-            return documents if plain else documents.with_format(None)
+            documents = documents if plain else documents.with_format(None)
+            return documents.to_iterable_dataset() if streaming else documents
         options: dict[str, Any] = {"data_files": [str(source.path)], "split": "train", "cache_dir": str(cache_dir)}
         if source.kind == "csv":
             options |= _csv_options(source.columns)
@@ -308,7 +317,7 @@ def _load_source(source: SourceFacts, wanted: DataSource, *, key: str, cache_dir
         with wide_cells(), warnings.catch_warnings():
             # `_csv_options` returns both, and they agree.
             warnings.filterwarnings("ignore", "Both a converter and dtype were specified")
-            return datasets.load_dataset(_BUILDERS[source.kind], **options)
+            return datasets.load_dataset(_BUILDERS[source.kind], **options, streaming=streaming)
     except DataError:
         raise
     except Exception as error:  # the libraries raise dozens of types here, all of which mean that it cannot be read
@@ -333,7 +342,7 @@ def _as_it_stands(cell: Any) -> Any:
     return cell
 
 
-def _load_hub(source: DataSource, *, key: str, split: str) -> Any:
+def _load_hub(source: DataSource, *, key: str, split: str, streaming: bool) -> Any:
     """Load a hub data set, and check that it has the revision that the job names.
 
     Source:
@@ -347,7 +356,9 @@ def _load_hub(source: DataSource, *, key: str, split: str) -> Any:
         except RevisionNotFoundError:
             message, fix = f"{key}={name} has no revision {commit}", "Name a branch, tag or commit of it"
             raise DataError.of(code="DATA_REVISION", key=setting, message=message, fix=fix) from None
-    documents = datasets.load_dataset(name, source.name, split=split, revision=commit)
+    documents = datasets.load_dataset(name, source.name, split=split, revision=commit, streaming=streaming)
+    if streaming:
+        return documents
     # The cache has one folder per commit (datasets builder.py _relative_data_dir).
     found = {Path(file["filename"]).parent.name for file in documents.cache_files}
     if commit is not None and found - {commit}:

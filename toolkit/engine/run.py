@@ -20,6 +20,7 @@ from toolkit.data.formats import TransformersTokenizer
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import PreparedData
+from toolkit.data.streaming import StreamedRows, StreamLoader
 from toolkit.distributed.deepspeed_private import restore_patches
 from toolkit.distributed.world import World, destroy_world
 from toolkit.engine.batch_check import compare_batches
@@ -60,6 +61,7 @@ class Run:
         memory: Peaks of this rank's memory by phase.
         compute_metrics: Called by `evaluate` with logits and labels of each batch; its (total, count) by name are summed.
         metrics: Metrics of the last evaluation: `eval_loss`, and `eval_NAME` for each of `compute_metrics`.
+        stream_state: Position in streamed data that a resume has found; a loader begins there.
         state: Values of hooks, as JSON has them: rank 0's are saved with each checkpoint, and a resume gives them to all ranks.
         stop_requested: Set to True on any rank to make `should_stop` true on all of them, after the same step: the
             next one on CPU, the one after that on GPU.
@@ -80,6 +82,8 @@ class Run:
         self.memory = memory or PhaseMemoryTracker(world.device)
         self.step_count = 0
         self.state: dict[str, Any] = {}
+        self.stream_state: dict[str, Any] | None = None
+        self._stream: StreamLoader | None = None
         self.compute_metrics: MetricFunction | None = None
         self.metrics: dict[str, float] = {}
         self.num_steps: int | None = plan.settings.max_steps
@@ -196,7 +200,7 @@ class Run:
         self._schedule.set_rates()
 
     @checks_arguments
-    def loader(self, dataset: PackedDataset) -> StepLoader:
+    def loader(self, dataset: PackedDataset | StreamedRows) -> StepLoader | StreamLoader:
         """Return this rank's batches from the current step to the end of the run.
 
         Args:
@@ -206,6 +210,8 @@ class Run:
             RunError: STEP_SEQUENCE_LENGTH.
         """
         batch, settings = self.plan.settings.batch, self.plan.settings
+        if isinstance(dataset, StreamedRows):
+            return self._stream_loader(dataset)
         total = settings.max_steps or num_steps(len(dataset), batch.train, settings.num_train_epochs or 1.0)
         self.set_num_steps(total)
         return StepLoader(
@@ -221,6 +227,35 @@ class Run:
             num_steps=total,
             group_by_length=self.plan.job.data is not None and self.plan.job.data.group_by_length,
         )
+
+    def _stream_loader(self, rows: StreamedRows) -> StreamLoader:
+        batch, total = self.plan.settings.batch, self.plan.settings.max_steps
+        assert total is not None, "a rule refuses a stream without it"
+        self.set_num_steps(total)
+        if self.step_count and self.stream_state is None:
+            raise RunError.of(
+                code="STREAM_POSITION",
+                key="data.streaming",
+                message=f"the run is at step {self.step_count}, and its checkpoint has no position in streamed data: it was saved "
+                "without `run.loader`",
+                fix="Resume a run that took its batches from `run.loader`, or set data.streaming to false",
+            )
+        self._stream = StreamLoader(
+            rows,
+            collate=self._collator(rows),
+            micro_batch_size=batch.micro,
+            gradient_accumulation_steps=batch.accumulation,
+            dp_rank=self.world.coordinate.dp,
+            dp_size=batch.dp_size,
+            num_steps=total - self.step_count,
+            state=self.stream_state,
+        )
+        return self._stream
+
+    @property
+    def stream_position(self) -> dict[str, Any] | None:
+        """Position in streamed data after the last step, for a checkpoint; None without."""
+        return None if self._stream is None else self._stream.state()
 
     @checks_arguments
     def eval_loader(self, dataset: PackedDataset) -> EvalLoader:
@@ -369,7 +404,7 @@ class Run:
         finally:
             self.engine.train()
 
-    def _collator(self, dataset: PackedDataset) -> Collator:
+    def _collator(self, dataset: PackedDataset | StreamedRows) -> Collator:
         planned = self.plan.settings.sequence_length
         if dataset.sequence_length != planned:
             raise RunError.of(

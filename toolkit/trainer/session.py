@@ -18,6 +18,7 @@ from toolkit.checkpoint.layout import checkpoint_name
 from toolkit.checkpoint.save import save
 from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import PreparedData
+from toolkit.data.streaming import StreamLoader
 from toolkit.engine.forward_backward import MicroBatch
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
@@ -170,7 +171,7 @@ class Session:
         numbers = self.meter.read(run.take_num_tokens(), num_steps)
         record = {
             "step": run.step_count,
-            "epoch": run.step_count * self.plan.settings.batch.train / len(self.data.train),
+            "epoch": self._epoch(),
             "loss": self.last_loss,
             "grad_norm": run.gradient_norm,
             "learning_rate": run.last_learning_rate,
@@ -179,6 +180,12 @@ class Session:
         self._write(record)
         self.reporter.update(record)
         self._check(loss)
+
+    def _epoch(self) -> float:
+        """Return the passes over the data; of a stream, whose length is not known, those that are complete on this rank."""
+        if isinstance(self.batches, StreamLoader):
+            return self.batches.epoch
+        return self.run.step_count * self.plan.settings.batch.train / len(self.batches.dataset)
 
     def _write(self, record: dict[str, Any]) -> None:
         """Write a record, on rank 0."""
