@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-from ranks import AT_START, preloaded
+from ranks import AT_START, preloaded, without_compilation
 
 _READ_AT_IMPORT = (
     "HOME",
@@ -122,6 +122,7 @@ def quick_python() -> Path:
 
 def _serve(address: str, client: str, path: list[str], environment: dict[str, str], up: Any) -> NoReturn:
     """Forks a process for each request, and tells each client the status with which it ended."""
+    without_compilation()
     gc.freeze()  # the garbage collector need not walk what was imported, so its pages stay shared
     for stream in (sys.stdout, sys.stderr):  # loggers keep them, in every fork
         stream.reconfigure(line_buffering=True)

@@ -300,6 +300,23 @@ def arguments_of(cases: Mapping[str, Case], *, gpu: str = "cpu") -> dict[str, tu
     return {name: (case.plan(gpu=gpu), case.packing, case.steps) for name, case in cases.items()}
 
 
+def train_cases(
+    cases: Mapping[str, Case], *, default: Collection[str], others: bool = False
+) -> dict[str, list[Course | str]]:
+    """Trains the cases of the default run, or the others, each number of ranks in one launch.
+
+    Returns:
+        What each rank of a case found, by its name.
+    """
+    chosen = {name: case for name, case in cases.items() if (name in default) is not others}
+    found: dict[str, list[Course | str]] = {}
+    for ranks in sorted({case.ranks for case in chosen.values()}):
+        launched = {name: case for name, case in chosen.items() if case.ranks == ranks}
+        results = run_distributed(train_all, ranks, arguments_of(launched), timeout_seconds=1200)
+        found |= {name: [rank[name] for rank in results] for name in launched}
+    return found
+
+
 def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     assert ours.keys() == theirs.keys()
     return max(float(abs(ours[name] - theirs[name]).max()) for name in ours)

@@ -16,12 +16,14 @@ from courses import (
     NEAR,
     SGD,
     Case,
+    Course,
     arguments_of,
     assert_follows_plain_torch,
     full_weights,
     largest_difference,
     parameters,
     train_all,
+    train_cases,
 )
 from ranks import leave_group, run_distributed
 from safetensors.torch import load_file
@@ -167,20 +169,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def others() -> list[dict[str, Any]]:
-    chosen = {name: case for name, case in CASES.items() if name not in DEFAULT}
-    return run_distributed(train_all, RANKS, arguments_of(chosen), timeout_seconds=900)
+def others() -> dict[str, list[Course | str]]:
+    return train_cases(CASES, default=DEFAULT, others=True)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", parameters(CASES, default=DEFAULT))
 def test_follows_plain_torch(name: str, request: pytest.FixtureRequest) -> None:
-    ranks = (
-        [courses for courses, _ in request.getfixturevalue("found")[1]]
-        if name in DEFAULT
-        else request.getfixturevalue("others")
-    )
-    assert_follows_plain_torch(CASES[name], [rank[name] for rank in ranks])
+    if name in DEFAULT:
+        courses = [trained[name] for trained, _ in request.getfixturevalue("found")[1]]
+    else:
+        courses = request.getfixturevalue("others")[name]
+    assert_follows_plain_torch(CASES[name], courses)
 
 
 @pytest.mark.gloo
