@@ -51,7 +51,8 @@ def sound_plans():
             yield resolve_with(job, model=model, gpu=gpus[cluster["gpu"]])
         except ToolkitError:
             continue
-    for parallel in ({"strategy": "ddp", "ddp": {"static_graph": True}}, {"strategy": "fsdp2"}):
+    offloaded = {"strategy": "fsdp2", "fsdp2": {"cpu_offload": True}}
+    for parallel in ({"strategy": "ddp", "ddp": {"static_graph": True}}, {"strategy": "fsdp2"}, offloaded):
         yield resolve_with(make_job(parallel=parallel), model=model, gpu=gpus[H100["gpu"]])
     grouped = make_job(data={"train": "org/set", "packing": "none", "group_by_length": True})
     yield resolve_with(grouped, model=model, gpu=gpus[H100["gpu"]])

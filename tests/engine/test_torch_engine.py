@@ -66,6 +66,9 @@ def cases() -> dict[str, Case]:
         made[f"padded, alone {strategy}"] = Case(train=SGD, packing="none", data=1, **of)
     replicated = {"dp_replicate_size": 2, "reduce_dtype": "fp32"}
     made["hybrid fsdp2"] = Case(train=SGD | BF16, strategy="fsdp2", options=replicated, data=4, **NEAR)
+    offloaded = {"strategy": "fsdp2", "options": {"cpu_offload": True}}
+    made["offloaded fsdp2"] = Case(train=ADAM, steps=STEPS, **offloaded, **CLOSE)
+    made["offloaded adapters fsdp2"] = Case(train=LORA, **offloaded)
     made["replicated fsdp2"] = Case(train=SGD, strategy="fsdp2", options={"dp_replicate_size": 2})
     made["static graph ddp"] = Case(train=SGD, strategy="ddp", options={"static_graph": True}, micro_batches=1)
     return made
@@ -74,7 +77,15 @@ def cases() -> dict[str, Case]:
 CASES = cases()
 # What the strategies share is met under one of them by default.
 REST = (
-    *("lora ddp", "experts fsdp2", "tied, chunked ddp", "lora and head fsdp2", "padded, alone ddp", "replicated fsdp2"),
+    *(
+        "offloaded adapters fsdp2",
+        "lora ddp",
+        "experts fsdp2",
+        "tied, chunked ddp",
+        "lora and head fsdp2",
+        "padded, alone ddp",
+        "replicated fsdp2",
+    ),
     *(name for name in CASES if name.startswith("compiled")),
 )
 DEFAULT = tuple(name for name in CASES if name not in REST)
@@ -102,7 +113,9 @@ def test_follows_plain_torch(name: str, request: pytest.FixtureRequest) -> None:
 
 def saved_plan(strategy: str, method: str, **train: Any) -> Plan:
     learning = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear", "method": method}
-    return tiny_plan(train=learning | train, parallel={"strategy": strategy, "zero_stage": None})
+    offloaded = {"strategy": "fsdp2", "fsdp2": {"cpu_offload": True}}
+    parallel = offloaded if strategy == "offloaded" else {"strategy": strategy}
+    return tiny_plan(train=learning | train, parallel={"zero_stage": None} | parallel)
 
 
 def losses(run: tk.Run, *, start: int, count: int) -> list[float]:
@@ -130,7 +143,7 @@ def save_and_resume(rank: int, plans: dict[str, Plan], folder: Path) -> dict[str
     return found
 
 
-SAVED = [("ddp", "full"), ("fsdp2", "full"), ("fsdp2", "lora")]
+SAVED = [("ddp", "full"), ("fsdp2", "full"), ("fsdp2", "lora"), ("offloaded", "full")]
 SAVED_TOO = ("ddp", "lora")
 
 

@@ -106,6 +106,23 @@ def test_options_of_fsdp2_change_what_is_held(estimator):
     assert buffers[1] == near(2 * buffers[0])
 
 
+def test_what_fsdp2_offloads_leaves_the_card_for_the_host(estimator):
+    here, there = (
+        estimated(estimator, parallel={"strategy": "fsdp2", "fsdp2": {"cpu_offload": moves}}) for moves in (False, True)
+    )
+    assert between_steps(here) - between_steps(there) == near(12 * PARAMETERS / 4)
+    assert "gradient partition" not in there.fullest.phases["step"].causes
+    came = {cause: there.host.bytes_per_rank.get(cause, 0) for cause in ("master parameters", "gradient partition")}
+    for size in came.values():
+        assert 4 * PARAMETERS / 4 <= size < 2 * 4 * PARAMETERS / 4, "page-locked blocks are powers of two"
+    assert there.host.bytes_per_rank["optimizer state"] == near(8 * PARAMETERS / 4)
+    with pytest.raises(PlanError, match="cpu_offload=true puts about") as caught:
+        tk.resolve(
+            job(parallel={"strategy": "fsdp2", "fsdp2": {"cpu_offload": True}}).with_("cluster.host_memory_gib=8")
+        )
+    assert caught.value.codes == ("OFFLOAD_HOST_MEMORY",)
+
+
 def test_accumulation_keeps_whole_gradients_under_fsdp2(estimator):
     once = estimated(estimator, parallel={"strategy": "fsdp2"}, gradient_accumulation_steps=1)
     twice = estimated(estimator, parallel={"strategy": "fsdp2"}, gradient_accumulation_steps=2)

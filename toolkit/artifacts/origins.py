@@ -132,7 +132,9 @@ ACCELERATE: dict[str, Origin] = {
     "fsdp_config.fsdp_version": Origin(("parallel.strategy",)),
     "fsdp_config.fsdp_auto_wrap_policy": Origin((), "one group for each decoder layer"),
     "fsdp_config.fsdp_cpu_ram_efficient_loading": Origin((), "one process of a node reads the weights"),
-    "fsdp_config.fsdp_offload_params": Origin((), "weights and optimizer state stay on the card"),
+    "fsdp_config.fsdp_offload_params": Origin(
+        ("parallel.fsdp2.cpu_offload",), "weights and optimizer state stay on the card unless the job moves them"
+    ),
     "fsdp_config.fsdp_reshard_after_forward": Origin(
         ("parallel.fsdp2.reshard_after_forward",), "a layer's weights are gathered again in the backward pass"
     ),
@@ -221,5 +223,6 @@ TRAINER: dict[str, Origin] = {
         ("parallel.fsdp2.reshard_after_forward",), "a layer's weights are gathered again in the backward pass"
     ),
     "fsdp_config.state_dict_type": Origin((), "each rank saves its part"),
+    "fsdp_config.cpu_offload": Origin(("parallel.fsdp2.cpu_offload",), "off unless the job moves them"),
     "deepspeed": Origin((), "the file next to this one; Trainer checks that it agrees with these arguments"),
 }

@@ -202,7 +202,9 @@ RULES: dict[str, Rule] = {
     **_with_hook("power_sgd", "power_sgd_start_step", of="start_step"),
     **_with_hook("top_k", "top_k_ratio", of="sent_ratio"),
     **_with_hook("power_sgd", "power_sgd_rank", of="rank_of_products", refuses=True),
-    **_options("fsdp2", "reshard_after_forward dp_replicate_size reduce_dtype"),  # the files fit any sharding
+    **_options(
+        "fsdp2", "reshard_after_forward dp_replicate_size reduce_dtype cpu_offload"
+    ),  # the files fit any sharding
     "parallel.zero_stage": replace(_REFUSED, counts=_same_strategy),  # else the strategy is the cause
     "train.precision": replace(
         _REFUSED,  # fp8 affects the products alone, not the saved state

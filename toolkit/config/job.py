@@ -548,6 +548,10 @@ class Fsdp2(Section):
     """
     reduce_dtype: Literal["bf16", "fp32"] | None = None
     """Data type in which gradients are reduced: the training precision when left out."""
+    cpu_offload: StrictBool = False
+    """Whether shards of weights, gradients and optimizer state are in RAM, where the optimizer steps; a layer's weights cross to the
+    card while it runs.
+    """
 
 
 class Parallel(Section):

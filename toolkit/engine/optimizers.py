@@ -31,10 +31,18 @@ def made_here(plan: Plan, groups: list[Any]) -> torch.optim.Optimizer:
     if train.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=train.momentum or 0.0, weight_decay=train.weight_decay)
     betas = (train.adam_beta1, train.adam_beta2)
+    on_host = plan.job.parallel.fsdp2_options.cpu_offload
     if train.optimizer == "lion":
         return _bitsandbytes(plan).Lion(groups, lr=rate, betas=betas, weight_decay=train.weight_decay)  # type: ignore[no-any-return]
-    kind = _in_parts(_bitsandbytes(plan).AdamW8bit) if train.optimizer == "adamw_8bit" else torch.optim.AdamW
-    return kind(groups, lr=rate, betas=betas, eps=train.adam_epsilon, weight_decay=train.weight_decay)
+    options: dict[str, Any] = {
+        "lr": rate,
+        "betas": betas,
+        "eps": train.adam_epsilon,
+        "weight_decay": train.weight_decay,
+    }
+    if train.optimizer == "adamw_8bit":
+        return _in_parts(_bitsandbytes(plan).AdamW8bit)(groups, **options)  # type: ignore[no-any-return]
+    return torch.optim.AdamW(groups, **options, fused=True if on_host else None)  # one pass over the state in RAM
 
 
 def complete_state(optimizer: torch.optim.Optimizer, weight: torch.Tensor, state: dict[str, Any]) -> None:

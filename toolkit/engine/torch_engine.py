@@ -101,12 +101,12 @@ class TorchEngine:
         self._micro_batches = 0
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        self._norm = _total_norm(gradients)
+        self._norm = _total_norm(gradients, device=self._world.device)
         limit = self._plan.job.train.max_grad_norm
         if limit:
             # torch nn/utils/clip_grad.py _clip_grads_with_norm_
             factor = (limit / (self._norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(_held(gradients), factor)
+            torch._foreach_mul_(_held(gradients), factor.to(gradients[0].device))
         self.optimizer.step()
         options = self._plan.job.parallel.ddp_options
         # Those that lie in buckets stay there; the search for unused weights needs them to be absent.
@@ -151,7 +151,7 @@ class TorchEngine:
             for key, value in self.optimizer.state[weight].items()
             if key not in TABLES
         }
-        hooked = dict(self._of_hook())
+        hooked = {} if self._plan.job.train.save_only_model else dict(self._of_hook())
         save_tensors(target, {f"{WEIGHT}{name}": weight.detach() for name, weight in weights.items()} | states | hooked)
         if self._world.is_main:
             record = EngineRecord(
@@ -263,15 +263,14 @@ def _replicated(plan: Plan, model: nn.Module, world: World) -> nn.Module:
     )
 
 
-def _total_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients, summed in fp32 whatever their dtype.
+def _total_norm(gradients: list[Tensor], *, device: torch.device) -> Tensor:
+    """Return the 2-norm of all gradients on a device, summed in fp32 whatever their dtype.
 
     Collectives:
         Under FSDP2 one all-reduce among the ranks of a replica.
     """
-    norm: Tensor = torch.linalg.vector_norm(
-        torch.stack(torch._foreach_norm(_held(gradients), 2.0, dtype=torch.float32))
-    )
+    norms = torch._foreach_norm(_held(gradients), 2.0, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)).to(device)
     mesh: Any = getattr(gradients[0], "device_mesh", None)
     if mesh is None:
         return norm

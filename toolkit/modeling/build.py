@@ -216,7 +216,14 @@ def _build_sharded(
 ) -> nn.Module:
     """Build a model whose weights FSDP2 shards over all ranks."""
     # Imports torch's FSDP, which no other build needs.
-    from toolkit.modeling.fsdp2 import allocate_shards, fill, mesh_of, places_of, shard_over_ranks
+    from toolkit.modeling.fsdp2 import (
+        allocate_shards,
+        fill,
+        mesh_of,
+        move_shards_to_host,
+        places_of,
+        shard_over_ranks,
+    )
 
     dense, model = _twins(config, options)
     if options.quantized:
@@ -245,6 +252,8 @@ def _build_sharded(
     )
     if options.lora is not None and options.lora.adapter is not None:
         load_adapter(adapted, options.lora, options.lora.adapter)
+    if sharding.cpu_offload:
+        move_shards_to_host(adapted)
     return adapted  # type: ignore[no-any-return]
 
 

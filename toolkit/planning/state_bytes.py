@@ -72,15 +72,20 @@ def step_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
 
 
 def offloaded_bytes(draft: UncheckedPlan) -> float | None:
-    """Return the bytes that a CPU profile puts into one node's RAM, before rounding and without the processes' own.
+    """Return the bytes that a CPU profile, or FSDP2, puts into one node's RAM, before rounding and without the processes' own.
 
-    None without such a profile, and for a model of unknown size.
+    None where nothing is moved, and for a model of unknown size.
 
     Source:
         deepspeed runtime/zero/stage_1_and_2.py, stage3.py: buffers that stage gradients and parameters in 16 bit, and one more
         with accumulation or offloaded parameters. The ranks share each.
     """
     trainable = trainable_parameters(draft.job, draft.model)
+    options = draft.job.parallel.fsdp2_options
+    if options.cpu_offload and trainable is not None:
+        frozen = max(0, (draft.model.num_parameters or trainable) - trainable) * draft.settings.itemsize
+        shards = frozen + (MASTER_BYTES + GRADIENT_BYTES + moment_bytes(draft.job.train)) * trainable
+        return shards * options.dp_replicate_size / draft.job.cluster.nodes
     if draft.profile.optimizer != "cpu" or trainable is None:
         return None
     buffers = 1 + (draft.settings.batch.accumulation > 1 or draft.profile.parameters is not None)
@@ -140,7 +145,8 @@ def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
     strategy = draft.job.parallel.strategy
     if strategy == "ddp":  # moments in the weights' precision, except those of bitsandbytes
         scale = 1.0 if train.optimizer in ("adamw_8bit", "lion") else itemsize / 4
-        return int(itemsize * (frozen + trainable) + (states * scale + itemsize * _kept_by_hook(draft.job)) * trainable)
+        kept = 0 if only_model else itemsize * _kept_by_hook(draft.job)
+        return int(itemsize * (frozen + trainable) + (states * scale + kept) * trainable)
     if strategy == "fsdp2":  # fp32 shards, which are the master copy
         return int(itemsize * frozen + (MASTER_BYTES + states) * trainable)
     has_master = draft.optimizer_wrapper != "none" and (settings.zero_stage == 3 or not only_model)

@@ -109,7 +109,8 @@ def _strategy_arguments(draft: UncheckedPlan) -> dict[str, Any]:
             **({"ddp_static_graph": True} if options.static_graph else {}),
         }
     keys = fsdp2_keys(draft)
-    del keys["offload_params"]  # `cpu_offload` here, and off when left out
+    if keys.pop("offload_params"):
+        keys["cpu_offload"] = True  # off when left out
     return chosen | {"fsdp": True, "fsdp_config": keys}
 
 

@@ -64,6 +64,7 @@ class EngineSettings:
         shard_size: Ranks that share one replica under FSDP2.
         reduction_itemsize: Bytes of a gradient element that FSDP2 reduces.
         reshards: Whether FSDP2 releases a layer's weights after its forward pass.
+        cpu_offload: Whether FSDP2's shards are in RAM.
         ddp: Options of DDP.
         node_size: Ranks of a node.
     """
@@ -92,6 +93,7 @@ class EngineSettings:
     shard_size: int = 0
     reduction_itemsize: int = 0
     reshards: bool = True
+    cpu_offload: bool = False
     ddp: Ddp = field(default_factory=Ddp)
     node_size: int = 1
 
@@ -180,6 +182,7 @@ def engine_settings(
         shard_size=plan.grid.dp // options.dp_replicate_size,
         reduction_itemsize=settings.itemsize if options.reduce_dtype is None else ITEMSIZES[options.reduce_dtype],
         reshards=options.reshard_after_forward,
+        cpu_offload=options.cpu_offload,
         ddp=plan.job.parallel.ddp_options,
         node_size=plan.job.cluster.gpus_per_node,
     )

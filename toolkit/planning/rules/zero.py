@@ -150,12 +150,14 @@ def offload_host_memory(draft: UncheckedPlan) -> Iterator[Problem]:
     if host is None or needed is None or needed <= host * GIB:
         return
     where = "host_memory_gib" if draft.job.cluster.host_memory_gib else "the catalogue's typical host"
+    sharded = draft.job.parallel.fsdp2_options.cpu_offload
     yield Problem(
         code="OFFLOAD_HOST_MEMORY",
-        key="parallel.offload",
-        message=f"offload={draft.profile.name} puts about {format_bytes(needed)} on each node, {where} has {host:g} GiB",
-        fix="Rent more nodes or RAM and set cluster.host_memory_gib, lower parallel.offload_ratio with "
-        "optimizer-cpu-partial, or train by LoRA",
+        key="parallel.fsdp2.cpu_offload" if sharded else "parallel.offload",
+        message=f"{'cpu_offload=true' if sharded else f'offload={draft.profile.name}'} puts about {format_bytes(needed)} on each node, {where} has {host:g} GiB",
+        fix="Rent more nodes or RAM and set cluster.host_memory_gib, "
+        + ("" if sharded else "lower parallel.offload_ratio with optimizer-cpu-partial, ")
+        + "or train by LoRA",
         source="deepspeed runtime/zero/stage_1_and_2.py and stage3.py",
     )
 
