@@ -99,6 +99,9 @@ TOLD: dict[str, Pair] = {
     "train.save_steps": ({}, {"train": {"save_steps": 3}}),
     "train.save_total_limit": ({}, {"train": {"save_total_limit": 3}}),
     "train.save_only_model": ({}, {"train": {"save_only_model": True}}),
+    "data.eval": tuple(
+        {"data": {"train": "a.jsonl", "eval": {"few": {"path": "b.jsonl", "max_rows": rows}}}} for rows in (2, 3)
+    ),
     "train.logging_steps": ({}, {"train": {"logging_steps": 3}}),
     "train.callbacks": ({}, {"train": {"callbacks": ["hooks:Mine"]}}),
     "train.report_to": ({}, {"train": {"report_to": ["tensorboard"]}}),

@@ -161,6 +161,8 @@ BROKEN = [
     ("BEST_UNUSED", "train.greater_is_better", "false", {"train": {"greater_is_better": False}}),
     ("BEST_UNUSED", "train.early_stopping_threshold", "0.1", {"train": {"early_stopping_threshold": 0.1, "load_best_model_at_end": True}, "data": {"train": "org/set", "validation_fraction": 0.1}}),
     ("BEST_METRIC", "train.metric_for_best_model", "accuracy", {"train": {"metric_for_best_model": "accuracy", "load_best_model_at_end": True}, "data": {"train": "org/set", "validation_fraction": 0.1}}),
+    ("BEST_METRIC", "train.metric_for_best_model", "eval_code_loss alone", {"train": {"load_best_model_at_end": True}, "data": {"train": "org/set", "eval": {"code": "org/code"}}}),
+    ("BEST_METRIC", "train.metric_for_best_model", "and others so named", {"train": {"compute_metrics": "a:b", "load_best_model_at_end": True, "metric_for_best_model": "maths_accuracy"}, "data": {"train": "org/set", "eval": {"code": "org/code"}}}),
     ("BEST_STEPS", "train.save_steps", "eval_steps=4", {"train": {"save_steps": 6, "eval_steps": 4, "load_best_model_at_end": True}, "data": {"train": "org/set", "validation_fraction": 0.1}}),
     ("BEST_STEPS", "train.save_steps", "eval_steps=0.25", {"train": {"save_steps": 0.5, "eval_steps": 0.25, "load_best_model_at_end": True}, "data": {"train": "org/set", "validation_fraction": 0.1}}),
     ("METRICS_LOGITS", "train.compute_metrics", "loss=chunked", {"train": {"compute_metrics": "a:b", "loss": "chunked"}, "data": {"train": "org/set", "validation_fraction": 0.1}}),

@@ -168,6 +168,9 @@ WATCHED = {
 }
 
 
+NAMED = WATCHED | {"metric_for_best_model": "short_loss", "samples": None}
+
+
 def _watch(root: Path, results: dict[str, Any], name: str, **sections: Any) -> None:
     """A run that ends early, whole and in two parts."""
     sections = {"data": {"validation_fraction": 0.25}, "train": WATCHED, **sections}
@@ -233,6 +236,13 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     results["windows-first"] = _run(root, "window-parts", stop_after=4, train=windows)
     results["windows-second"] = _run(root, "window-parts", resume="checkpoint-4", train=windows)
     _watch(root, results, "watched")
+    named = {
+        "train": NAMED,
+        "data": {"eval": {"short": {"path": str(root / "data.jsonl"), "max_rows": 8}, "all": str(root / "data.jsonl")}},
+    }
+    results["named"] = [_run(root, "named", **named)]
+    results["named"] += [_run(root, "named-parts", stop_after=2, **named)]
+    results["named"] += [_run(root, "named-parts", resume="latest", **named)]
     thread = threading.Thread(target=lambda: results.update(thread=_run(root, "thread", train={"max_steps": 3})))
     thread.start()
     thread.join()
@@ -380,6 +390,22 @@ def test_steps_are_profiled_on_every_rank(root: Path, results: dict[str, Any]) -
 
 def test_the_best_checkpoint_stays_and_a_run_ends_early(root: Path, results: dict[str, Any]) -> None:
     _check_watched(root, results, "watched")
+
+
+def test_named_validation_sets_have_metrics_of_their_own(root: Path, results: dict[str, Any]) -> None:
+    whole, _, second = results["named"]
+    assert isinstance(second, TrainResult), results["named"]
+    for folder in ("named", "named-parts"):
+        evaluated = [record for record in records(root / folder) if "eval_short_loss" in record]
+        for record in evaluated:
+            assert record.keys() == {"step", "eval_seconds"} | {
+                f"eval_{name}_{metric}" for name in ("short", "all") for metric in ("loss", "nll", "accuracy")
+            }
+            assert record["eval_all_nll"] == pytest.approx(record["eval_all_loss"], rel=1e-5)
+            assert record["eval_short_loss"] != record["eval_all_loss"]
+    best = min(evaluated[1:], key=lambda record: record["eval_short_loss"])["step"]
+    assert [result.best_checkpoint.name for result in (whole, second)] == [f"checkpoint-{best}"] * 2
+    assert curve(root / "named-parts") == curve(root / "named")
 
 
 WATCHED_UNDER = {

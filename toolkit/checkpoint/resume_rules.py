@@ -64,6 +64,12 @@ def _of_sources(plan: Plan) -> Any:
     return [source.model_dump(exclude={"path"}, exclude_defaults=True) for source in sources]
 
 
+def _of_eval_sets(plan: Plan) -> Any:
+    """Return all of a plan's named validation sets but their paths, which are compared by content."""
+    sets = {} if plan.job.data is None else plan.job.data.eval_sets
+    return {name: source.model_dump(exclude={"path"}, exclude_defaults=True) for name, source in sorted(sets.items())}
+
+
 def _profiled(name: str) -> Callable[[Plan], Any]:
     return lambda plan: getattr(plan.job.train.profile, name, None)
 
@@ -270,7 +276,8 @@ RULES: dict[str, Rule] = {
         " preprocess system_prompt long_rows group_by_length streaming shuffle_buffer",
     ),
     "data.sources": replace(_DATA, value=_of_sources),
-    **_each(_CONTENT, "data", "train eval chat_template"),
+    **_each(_CONTENT, "data", "train chat_template"),
+    "data.eval": replace(_TOLD, value=_of_eval_sets),  # its paths by content
     "data.eval_split": _TOLD,
     # The model that is trained; with adapters the base weights come from the job's model, not from the checkpoint.
     "model.name": replace(_TOLD, counts=_beside_read_weights, value=lambda plan: plan.model.name),

@@ -31,6 +31,7 @@ from toolkit.config.fields import (
     PositiveNumber,
     Release,
     Seed,
+    SetName,
     ShareBelowOne,
     Word,
     ZeroStage,
@@ -76,8 +77,8 @@ Offload = Literal[
     "activations-cpu",
 ]
 
-# Tags by which pydantic distinguishes the forms of `cluster.gpu`; neither is a key.
-NAME_TAG, CARD_TAG = "<name>", "<card>"
+# Tags by which pydantic distinguishes the forms of `cluster.gpu` and of `data.eval`; none is a key.
+NAME_TAG, CARD_TAG, SETS_TAG = "<name>", "<card>", "<sets>"
 
 
 class Model(Section):
@@ -396,8 +397,8 @@ class Train(Section):
         return self.fp8 or Fp8()
 
 
-class DataSource(Section):
-    """One of several sources of training data."""
+class EvalSource(Section):
+    """One of several named sets of validation data."""
 
     path: Name
     """A file, a folder saved by `datasets`, or a hub id, as `data.train` takes it."""
@@ -406,17 +407,34 @@ class DataSource(Section):
     revision: Word | None = None
     """Branch, tag or commit of this hub data set."""
     split: Word | None = None
-    """Split of a hub data set or of a saved folder; `train` when left out."""
+    """Split of a hub data set or of a saved folder; when left out `train`, of a validation set `validation`."""
     format: DataFormat = "auto"
     """Format of its documents, as `data.format` takes it."""
     columns: dict[Word, Word] = Field(default_factory=dict)
     """Columns by other names: ours, then the source's, such as `{prompt: question, completion: answer}`."""
     loss_on: LossOn | None = None
     """Tokens of its documents that count in the loss; those of `data.loss_on` when left out."""
-    weight: Annotated[PositiveNumber, Field(le=1000)] = 1.0
-    """How often an epoch has each of its documents: 2 twice, 0.5 half of them, drawn by `train.seed`."""
     max_rows: Count | None = None
     """Largest number of its documents to use, from the start of the file."""
+
+
+class DataSource(EvalSource):
+    """One of several sources of training data."""
+
+    weight: Annotated[PositiveNumber, Field(le=1000)] = 1.0
+    """How often an epoch has each of its documents: 2 twice, 0.5 half of them, drawn by `train.seed`."""
+
+
+def _form_of_eval(value: Any) -> str:
+    return SETS_TAG if isinstance(value, Mapping) else NAME_TAG
+
+
+def _path_named(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str | Path) else value
+
+
+_Names = Name | Annotated[tuple[Name, ...], Field(min_length=1)]
+_Sets = dict[SetName, Annotated[EvalSource, BeforeValidator(_path_named, json_schema_input_type=EvalSource | str)]]
 
 
 class Data(Section):
@@ -426,8 +444,16 @@ class Data(Section):
     """Training data: local .jsonl, .json, .txt, .csv or .parquet files, a folder saved by `datasets`, or a hub id."""
     sources: Annotated[tuple[DataSource, ...], Field(min_length=1)] | None = None
     """Several sources of training data in place of `train`, each with its own format, split, columns, weight and cap."""
-    eval: Name | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
-    """Validation data, as `train` takes it."""
+    eval: (
+        Annotated[
+            Annotated[_Names, Tag(NAME_TAG)] | Annotated[_Sets, Field(min_length=1), Tag(SETS_TAG)],
+            Discriminator(_form_of_eval),
+        ]
+        | None
+    ) = None
+    """Validation data, as `train` takes it; or several sets by name, each with its own metric `eval_NAME_loss`: a path, or a
+    section with `path` and its own name, revision, split, format, columns, loss_on and max_rows.
+    """
     name: Word | None = None
     """Configuration of a hub data set."""
     revision: Word | None = None
@@ -471,21 +497,28 @@ class Data(Section):
     shuffle_buffer: Count | None = None
     """Documents of each rank from which the next is drawn, with `streaming`: 1000 when left out; 1 keeps the order."""
 
-    def sources_of(self, part: Part) -> tuple[tuple[str, DataSource], ...]:
+    @property
+    def eval_sets(self) -> Mapping[str, EvalSource]:
+        """The named sets of validation data; empty where there are none, or one without a name."""
+        return self.eval if isinstance(self.eval, Mapping) else {}
+
+    def sources_of(self, part: Part) -> tuple[tuple[str, EvalSource], ...]:
         """Return the sources of training or validation data, each after its key path."""
         if part == "train" and self.sources is not None:
             return tuple((f"data.sources[{at}]", source) for at, source in enumerate(self.sources))
         names, split = (self.train, self.split) if part == "train" else (self.eval, self.eval_split or "validation")
+        if isinstance(names, Mapping):
+            return tuple((f"data.eval.{name}", source) for name, source in names.items())
         listed = (names,) if isinstance(names, str) else names or ()
         return tuple(
             (
                 f"data.{part}" if isinstance(names, str) else f"data.{part}[{at}]",
-                DataSource(path=path, name=self.name, revision=self.revision, split=split, format=self.format),
+                EvalSource(path=path, name=self.name, revision=self.revision, split=split, format=self.format),
             )
             for at, path in enumerate(listed)
         )
 
-    def loss_of(self, source: DataSource) -> LossOn:
+    def loss_of(self, source: EvalSource) -> LossOn:
         """Return which tokens of a source count in the loss."""
         return source.loss_on or self.loss_on
 

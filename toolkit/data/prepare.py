@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,8 +31,8 @@ from toolkit.planning.trainable import data_section_problems
 class PreparedData:
     """Sequences ready for the loaders; `train.report` and `eval.report` have the statistics of packing.
 
-    `warnings` names columns and message keys that nothing reads; `sources` has the share of each source in an epoch, which is
-    not known of `StreamedRows`.
+    `eval_sets` has the validation sets that the job names, in place of `eval`. `warnings` names columns and message keys that nothing reads;
+    `sources` has the share of each source in an epoch, which is not known of `StreamedRows`.
     """
 
     train: PackedDataset | StreamedRows
@@ -40,6 +40,12 @@ class PreparedData:
     format: Format | Literal["mixed"]
     warnings: tuple[str, ...] = ()
     sources: tuple[Share, ...] = ()
+    eval_sets: dict[str, PackedDataset] = field(default_factory=dict)
+
+    @property
+    def validation(self) -> dict[str, PackedDataset]:
+        """The validation sets by name, which is empty for the only one."""
+        return self.eval_sets if self.eval is None else {"": self.eval}
 
 
 @checks_arguments
@@ -93,6 +99,7 @@ def prepare(
             parts["data.train" if data.sources is None else "data.sources"] = documents.train
         if documents.eval is not None:
             parts["data.eval" if data.eval is not None else "data.validation_fraction"] = documents.eval
+        parts |= {f"data.eval.{name}": part for name, part in documents.eval_sets.items()}
         stores = {
             name: tokenise(
                 part.documents, _tokeniser(part, tokenizer, data.system_prompt), cache_dir=cache_dir, num_proc=num_proc
@@ -101,20 +108,19 @@ def prepare(
         }
     pad_token_id = _padding(tokenizer, vocab_size)
     problems: list[Problem] = []
-    packed: list[PackedDataset | StreamedRows] = []
+    packed: dict[str, PackedDataset] = {}
+    stream = None
     if streamed:
-        packed.append(
-            StreamedRows(
-                sources=streamed,
-                tokenisers=tuple(_stream_tokeniser(source, tokenizer, data.system_prompt) for source in streamed),
-                packing=data.packing,
-                sequence_length=sequence_length,
-                pad_token_id=pad_token_id,
-                long_rows=data.long_rows,
-                shuffle_buffer=data.shuffle_buffer or BUFFER,
-                seed=seed,
-                check=partial(_check_vocabulary, tokenizer, vocab_size),
-            )
+        stream = StreamedRows(
+            sources=streamed,
+            tokenisers=tuple(_stream_tokeniser(source, tokenizer, data.system_prompt) for source in streamed),
+            packing=data.packing,
+            sequence_length=sequence_length,
+            pad_token_id=pad_token_id,
+            long_rows=data.long_rows,
+            shuffle_buffer=data.shuffle_buffer or BUFFER,
+            seed=seed,
+            check=partial(_check_vocabulary, tokenizer, vocab_size),
         )
     for part, store in stores.items():
         dataset = PackedDataset(
@@ -124,17 +130,19 @@ def prepare(
             pad_token_id=pad_token_id,
             long_rows=data.long_rows,
         )
-        packed.append(dataset)
         if data.long_rows == "refuse":
             problems += _long_problems(store, parts[part], sequence_length)
         problems += _vocabulary_problems(store.max_token, tokenizer, vocab_size, part=part)
-        problems += _size_problems(dataset, data, part=part, needed=1 if packed[1:] else train_batch_size)
+        held_out = stream is not None or bool(packed)
+        problems += _size_problems(dataset, data, part=part, needed=1 if held_out else train_batch_size)
+        packed[part] = dataset
     raise_all(DataError, problems)
-    held = packed[1] if len(packed) > 1 else None
-    assert not isinstance(held, StreamedRows), "validation data are whole"
+    others = list(packed.values())
+    train = others.pop(0) if stream is None else stream
     return PreparedData(
-        train=packed[0],
-        eval=held,
+        train=train,
+        eval=others[0] if documents.eval is not None else None,
+        eval_sets=dict(zip(documents.eval_sets, others, strict=True)) if documents.eval_sets else {},
         format=formats[0] if len(formats) == 1 else "mixed",
         warnings=(*unread, *documents.warnings),
         sources=() if documents.train is None else documents.train.origins.shares(),

@@ -25,7 +25,7 @@ def preview(data: PreparedData, tokenizer: Any, *, rows: int) -> dict[str, Any]:
         rows: Number of rows to decode.
     Returns:
         As JSON: format, warnings, sources (name, records, documents of an epoch), streamed (whether train is the first documents
-        of a stream), train and eval (figures, or null), and rows (row, tokens, learned, padding, and text: pairs
+        of a stream), train and eval (figures, or null), eval_sets (figures by name), and rows (row, tokens, learned, padding, and text: pairs
         of a text and whether its tokens are in the loss).
     """
     train = data.train.head(STREAMED) if isinstance(data.train, StreamedRows) else data.train
@@ -36,6 +36,7 @@ def preview(data: PreparedData, tokenizer: Any, *, rows: int) -> dict[str, Any]:
         "streamed": isinstance(data.train, StreamedRows),
         "train": _figures(train),
         "eval": None if data.eval is None else _figures(data.eval),
+        "eval_sets": {name: _figures(held) for name, held in data.eval_sets.items()},
         "rows": [_row(train, index, tokenizer) for index in range(min(rows, len(train)))],
     }
 

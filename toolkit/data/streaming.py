@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from datasets.distributed import split_dataset_by_node
 
-from toolkit.config.job import Data, DataSource, LongRows, Packing
+from toolkit.config.job import Data, EvalSource, LongRows, Packing
 from toolkit.config.user_code import imported
 from toolkit.data.formats import Tokeniser
 from toolkit.data.loader import Collate, StepBatch, pinned, prefetch
@@ -46,7 +46,7 @@ class StreamedSource:
 
     key: str
     facts: SourceFacts
-    wanted: DataSource
+    wanted: EvalSource
     layout: Layout
     kind: Kind
     dataset: Any
@@ -69,7 +69,7 @@ class StreamedSource:
 
 
 def open_source(
-    facts: SourceFacts, wanted: DataSource, data: Data, *, key: str, cache_dir: Path
+    facts: SourceFacts, wanted: EvalSource, data: Data, *, key: str, cache_dir: Path
 ) -> tuple[StreamedSource, list[str]]:
     """Return a source after a look at its first records, and the warning of what of them is not read.
 
@@ -110,7 +110,7 @@ def _changed(
             yield index, made
 
 
-def _renamed(record: Mapping[str, Any], wanted: DataSource, *, key: str, name: str) -> dict[str, Any]:
+def _renamed(record: Mapping[str, Any], wanted: EvalSource, *, key: str, name: str) -> dict[str, Any]:
     if not wanted.columns:
         return dict(record)
     names = renamed(tuple(record), wanted.columns, key=key, name=name)

@@ -60,7 +60,8 @@ class Run:
         last_learning_rate: Learning rate of the last step.
         memory: Peaks of this rank's memory by phase.
         compute_metrics: Called by `evaluate` with logits and labels of each batch; its (total, count) by name are summed.
-        metrics: Metrics of the last evaluation: `eval_loss`, and `eval_NAME` for each of `compute_metrics`.
+        metrics: Metrics of the last evaluation: `eval_loss`, and `eval_NAME` for each of `compute_metrics`; of a named set, which has its
+            name after `eval_`, while hooks are called, and of all sets afterwards.
         stream_state: Position in streamed data that a resume has found; a loader begins there.
         state: Values of hooks, as JSON has them: rank 0's are saved with each checkpoint, and a resume gives them to all ranks.
         stop_requested: Set to True on any rank to make `should_stop` true on all of them, after the same step: the
@@ -333,16 +334,18 @@ class Run:
         return count
 
     @checks_arguments
-    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
+    def evaluate(self, batches: Iterable[MicroBatch], *, name: str = "") -> float:
         """Return the mean loss over the unmasked tokens of all ranks' batches, without gradients.
 
         Args:
             batches: This rank's micro-batches, each as in `step`; all ranks must have the same number of them.
+            name: Name of the validation set, if it has one: its metrics are `eval_NAME_loss` and `eval_NAME_` with those of `compute_metrics`.
 
         Raises:
             SpecError: ARGUMENT if a micro-batch lacks `input_ids` or `labels`.
             RunError: As `outputs`.
         """
+        prefix = f"eval_{name}_" if name else "eval_"
         sums = torch.zeros(2, device=self.world.device, dtype=torch.float64)
         totals: Counter[tuple[str, int]] = Counter()
         for batch, outputs in self._outputs(batches, _BATCH):
@@ -356,7 +359,8 @@ class Run:
         self.memory.end("evaluation")
         dist.all_reduce(sums, group=self._replicas)
         loss = float(sums[0] / sums[1].clamp(min=1))
-        self.metrics = {"eval_loss": loss, **self._summed_metrics(totals)}
+        others = {f"{prefix}{key}": value for key, value in self._summed_metrics(totals).items()}
+        self.metrics = {f"{prefix}loss": loss, **others}
         self.call_hooks("evaluation", loss)
         return loss
 
@@ -369,9 +373,7 @@ class Run:
         for part in parts[1:]:
             parts[0].update(part)
         names = dict.fromkeys(name for name, _ in parts[0])
-        return {
-            f"eval_{name}": parts[0][name, 0] / parts[0][name, 1] if parts[0][name, 1] else math.nan for name in names
-        }
+        return {name: parts[0][name, 0] / parts[0][name, 1] if parts[0][name, 1] else math.nan for name in names}
 
     @checks_arguments
     def outputs(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:

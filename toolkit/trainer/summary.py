@@ -27,8 +27,10 @@ def describe_data(data: PreparedData) -> str:
         parts.append(f"{left_out:,} documents and {report.dropped_sequences:,} sequences dropped")
     if report.padding_fraction:
         parts.append(f"{report.padding_fraction:.0%} padding")
-    if data.eval is not None:
-        parts.append(f"{len(data.eval):,} sequences to validate on")
+    parts += [
+        f"{len(held):,} sequences to validate on{f' as {name}' if name else ''}"
+        for name, held in data.validation.items()
+    ]
     return "\n".join(("; ".join(parts), *(f"warning: {warning}" for warning in data.warnings)))
 
 
