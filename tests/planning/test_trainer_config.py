@@ -48,7 +48,7 @@ EXAMPLES = [
     {"train": {"optimizer": "lion", "adam_beta1": 0.95}, "nodes": 2},
     {"train": {"adam_beta1": 0.8, "adam_epsilon": 1e-6, "weight_decay": 0.1, "learning_rate": 3e-4, "num_train_epochs": 2}},
     {"train": {"lr_scheduler_type": "cosine_with_min_lr", "min_learning_rate_ratio": 0.1, "gradient_checkpointing": False}},
-    {"train": {"learning_rate_scaling": "sqrt", "learning_rate_reference_batch_size": 3, "report_to": ["tensorboard"]}},
+    {"train": {"learning_rate_scaling": "sqrt", "learning_rate_reference_batch_size": 3, "report_to": ["tensorboard"], "push_to_hub": "me/mine"}},
     {"data": {"train": "a/b", "eval": "a/b"}, "train": {"eval_steps": 5, "per_device_eval_batch_size": 3}},
     {"parallel": {"zero_stage": 3, "offload": "full-cpu"}, "train": {"train_batch_size": 24}},
     {"parallel": {"zero_stage": 1}, "train": {"gradient_accumulation_dtype": "fp32"}},
@@ -72,6 +72,8 @@ def test_trainer_finds_no_mismatch_with_the_json(sections, tmp_path):
     assert settings.num_train_epochs in (None, arguments.num_train_epochs)
     assert arguments.eval_strategy == ("no" if settings.eval_steps is None else "steps")
     assert arguments.report_to == list(train.report_to)
+    pushed = (train.push_to_hub is not None, train.push_to_hub, train.push_to_hub and train.hub_private_repo)
+    assert (arguments.push_to_hub, arguments.hub_model_id, arguments.hub_private_repo) == pushed
     assert arguments.gradient_checkpointing is (settings.gradient_checkpointing > 0)
 
 

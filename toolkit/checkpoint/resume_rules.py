@@ -322,6 +322,7 @@ RULES: dict[str, Rule] = {
     **{f"train.samples.{name}": replace(_TOLD, value=_sample(name)) for name in ("prompts", "max_new_tokens")},
     # Location and length of the run.
     "train.output_dir": _FREE,
+    **_each(_FREE, "train", "push_to_hub hub_private_repo"),
     **_each(_FREE, "cluster", "gpu host_memory_gib nvme_path master_port transformers kernel_packages"),
     # How DeepSpeed moves data and what it prints; its shards are the same.
     **_each(

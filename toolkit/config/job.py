@@ -365,6 +365,12 @@ class Train(Section):
     """Records steps into output_dir/profile: traces for TensorBoard and Perfetto, where the time goes, on cards the memory."""
     torch_compile: StrictBool = False
     """Compiles the model with torch.compile."""
+    push_to_hub: Word | None = None
+    """Repository on the hub, `owner/name`, to which `toolkit train` uploads the export of a finished run; the token is HF_TOKEN or
+    that of `hf auth login`.
+    """
+    hub_private_repo: StrictBool = True
+    """Whether a repository that `push_to_hub` creates is private: what is public once may have been copied."""
     seed: Seed = 0
     """Seed of data order, dropout, adapters, and weights under `model.init: random`."""
     output_dir: Folder = Path("runs/job")

@@ -20,6 +20,7 @@ from toolkit.checkpoint.state import State, saved_plan
 from toolkit.engine.initialize import locate_weights
 from toolkit.errors import CheckError, CheckpointError, first_line
 from toolkit.exporter.export import ExportReport, export_checkpoint
+from toolkit.exporter.hub import write_card
 from toolkit.exporter.model_folder import brings_code, read_model_object
 from toolkit.modeling.architecture import DTYPES
 from toolkit.modeling.nf4 import hold_in_nf4
@@ -67,7 +68,7 @@ def export(
     verify_first: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Export:
-    """Write a checkpoint of any ZeRO stage, of DDP or FSDP2 as Hugging Face safetensors with config and tokenizer.
+    """Write a checkpoint of any ZeRO stage, of DDP or FSDP2 as Hugging Face safetensors with config, tokenizer and model card.
 
     Args:
         checkpoint: Folder that `tk.save` or `toolkit train` wrote.
@@ -110,7 +111,10 @@ def export(
     reason = _why_not_compared(plan, probe, dtype=dtype, asked=check_logits, merge_adapter=merge_adapter)
     differences: list[float] = []
 
-    def compare(folder: Path, report: ExportReport) -> None:
+    def finish(folder: Path, report: ExportReport) -> None:
+        write_card(folder, report, plan, state, source.absolute().parent)
+        if reason is not None:
+            return
         assert probe is not None, "or there is a reason not to compare"
         model = _reload(plan, folder, report, trust_remote_code=trust_remote_code)
         differences.append(_compare(plan, model, report, probe))
@@ -128,7 +132,7 @@ def export(
         trust_remote_code=trust_remote_code,
         grid=plan.grid,
         progress=progress,
-        inspect=compare if reason is None else None,
+        inspect=finish,
     )
     difference = differences[0] if differences else None
     return Export(folder=report.output_dir, report=report, logits_difference=difference, not_compared=reason)

@@ -89,6 +89,12 @@ def training_arguments(draft: UncheckedPlan) -> dict[str, Any]:
     }
     if draft.job.data is not None and draft.job.data.group_by_length:
         arguments["train_sampling_strategy"] = "group_by_length"
+    if train.push_to_hub is not None:
+        arguments |= {
+            "push_to_hub": True,
+            "hub_model_id": train.push_to_hub,
+            "hub_private_repo": train.hub_private_repo,
+        }
     return arguments | _strategy_arguments(draft)
 
 
