@@ -33,6 +33,8 @@ LORA = {"method": "lora", "lora": {"r": 4, "lora_alpha": 64}}
 RUNS = {
     "lora": {"train": LORA},
     "lora-bf16": {"train": {**LORA, "precision": "bf16"}, "parallel": {"zero_stage": 3}},
+    "long": {"train": {"sequence_length": 64}, "model": {"rope_scaling": {"type": "dynamic", "factor": 2.5}}},
+    "long-lora": {"train": {**LORA, "sequence_length": 64}, "model": {"rope_scaling": {"type": "yarn", "factor": 4}}},
     "tied-bf16": {"train": {"precision": "bf16"}},
 }
 
@@ -43,7 +45,11 @@ def _train_all(rank: int, root: str) -> None:
 
     for name, sections in RUNS.items():
         steps = {"max_steps": 4, "save_steps": 4, **sections["train"]}
-        job = job_values(Path(root), name, **{**sections, "train": steps, "model": {"init": "pretrained"}})
+        job = job_values(
+            Path(root),
+            name,
+            **{**sections, "train": steps, "model": {"init": "pretrained", **sections.get("model", {})}},
+        )
         train(resolve(Job.model_validate(job)), reporter=Silent())
 
 
@@ -101,6 +107,27 @@ def test_an_export_has_a_card_and_is_pushed_if_asked(root, capsys, tmp_path, mon
     assert main(["export", str(root / "lora"), "--out", str(tmp_path / "no"), "--push-to-hub", "me/mine"]) == 3
     assert "HUB_TOKEN" in capsys.readouterr().err
     assert not (tmp_path / "no").exists(), "said before the work"
+
+
+def test_longer_contexts_are_in_the_export(root, capsys, tmp_path, ids):
+    """The scores of the reloaded export are those of the live model: also an adapter's, whose base says nothing of it."""
+    done = export(root, capsys, "long", "--out", tmp_path / "long")
+    assert done["logits_difference"] < 1e-5
+    config = json.loads((tmp_path / "long" / "config.json").read_text())
+    assert config["rope_parameters"] == {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 10000.0}
+    assert config["max_position_embeddings"] == 32
+    adapter = export(root, capsys, "long-lora", "--out", tmp_path / "adapter")
+    assert adapter["logits_difference"] < 1e-5
+    assert "'rope_type': 'yarn'" in (tmp_path / "adapter" / "README.md").read_text()
+    merged = export(root, capsys, "long-lora", "--out", tmp_path / "merged", "--merge-adapter")
+    assert merged["logits_difference"] < 1e-4
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["rope_parameters"]["rope_type"]) == (128, "yarn")
+    plain = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not torch.allclose(scores(model, ids), scores(plain, ids), atol=1e-3), "the scaling matters"
 
 
 def test_a_finished_run_is_pushed_as_its_job_says(root, capsys, monkeypatch):

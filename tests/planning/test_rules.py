@@ -246,6 +246,7 @@ ELSEWHERE = {
     "INTEGRATION_TENSOR": "test_trainer_config.py, test_accelerate_config.py",
     "INTEGRATION_KERNELS": "test_trainer_config.py, test_accelerate_config.py",
     "INTEGRATION_LOOP": "test_trainer_config.py",
+    "INTEGRATION_MODEL": "test_trainer_config.py",
     "INTEGRATION_LIGER": "test_trainer_config.py",
     "INTEGRATION_LOSS": "test_trainer_config.py, test_accelerate_config.py",
     "INTEGRATION_LEARNING_RATE": "test_accelerate_config.py",

@@ -81,6 +81,17 @@ Offload = Literal[
 NAME_TAG, CARD_TAG, SETS_TAG = "<name>", "<card>", "<sets>"
 
 
+class RopeScaling(Section):
+    """How rotary embeddings are stretched to sequences that are longer than those of pretraining."""
+
+    type: Literal["linear", "dynamic", "yarn"]
+    """`linear` divides positions by `factor` (arXiv 2306.15595); `dynamic` raises the base as a sequence gets longer than those of
+    pretraining (NTK-aware); `yarn` stretches low frequencies alone (arXiv 2309.00071).
+    """
+    factor: Annotated[PositiveNumber, Field(gt=1, le=1024)]
+    """Longest sequence in times of the model's `max_position_embeddings`."""
+
+
 class Model(Section):
     """Which model, and how its weights come to be."""
 
@@ -94,6 +105,8 @@ class Model(Section):
     """Whether to run the Python code that the model's repository ships."""
     init: Literal["pretrained", "random"] | None = None
     """`pretrained` loads the weights; `random` draws them from `train.seed`."""
+    rope_scaling: RopeScaling | None = None
+    """Longer sequences than the model was pretrained on; it is in the config.json of checkpoints and exports."""
 
 
 class Card(Section):

@@ -116,7 +116,7 @@ def export(
         if reason is not None:
             return
         assert probe is not None, "or there is a reason not to compare"
-        model = _reload(plan, folder, report, trust_remote_code=trust_remote_code)
+        model = _reload(plan, folder, report, model_dir=source / MODEL, trust_remote_code=trust_remote_code)
         differences.append(_compare(plan, model, report, probe))
 
     report = export_checkpoint(
@@ -209,7 +209,7 @@ def _compare(plan: Plan, model: Any, report: ExportReport, probe: Path) -> float
     return difference
 
 
-def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code: bool) -> Any:
+def _reload(plan: Plan, folder: Path, report: ExportReport, *, model_dir: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -217,7 +217,9 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code
     attention = plan.settings.attention if plan.settings.attention != "flash_attention_2" else "sdpa"
     base = folder if report.kind != "adapter" else locate_weights(plan)
     try:
-        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        # An adapter was trained on the base as the run had it, which its folder does not say.
+        changed = report.kind == "adapter" and plan.job.model.rope_scaling is not None
+        config = AutoConfig.from_pretrained(model_dir if changed else base, trust_remote_code=trust_remote_code)
         # Set here, because attn_implementation= would not replace the one in the file, such as a kernel of the hub.
         config._attn_implementation = attention
         model = AutoModelForCausalLM.from_pretrained(

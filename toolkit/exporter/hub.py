@@ -48,6 +48,7 @@ def write_card(folder: Path, report: ExportReport, plan: Plan, state: State, met
         f"---\n{data.to_yaml()}\n---",
         f"# {title}",
         f"Trained from {base} by version {state.versions.get('toolkit', 'unknown')} of toolkit. {begins}".strip(),
+        *_remarks(plan, report),
         "The license is not known here: set `license` in the header of this file.",
         "## Data\n\n" + _table(_data_rows(plan)),
         "## Settings\n\n" + _table(_setting_rows(plan, report)),
@@ -97,6 +98,14 @@ def _failed(repo: str, what: str, fix: str, *, code: str) -> RunError:
     return RunError.of(
         code=code, key="push_to_hub", message=f"push_to_hub={repo}: {what}", fix=fix[0].upper() + fix[1:]
     )
+
+
+def _remarks(plan: Plan, report: ExportReport) -> Iterator[str]:
+    """Yield what a user of the export must know to load it."""
+    if report.kind == "adapter" and plan.job.model.rope_scaling is not None:
+        wanted = {key: plan.model.config[key] for key in ("rope_parameters", "max_position_embeddings")}
+        keys = "\n".join(f"config.{key} = {value}" for key, value in wanted.items())
+        yield f"Load the base model with a configuration of\n\n```python\n{keys}\n```"
 
 
 def _method(plan: Plan) -> str:

@@ -87,6 +87,14 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             fix=f"Set train.kernels to eager, or {OWN}",
             source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )
+    if (scaling := draft.job.model.rope_scaling) is not None:
+        yield Problem(
+            code="INTEGRATION_MODEL",
+            key="model.rope_scaling",
+            message=f"rope_scaling={scaling.type} is put into the configuration by our builder: the emitted files of {name} have no "
+            "model",
+            fix=f"Set rope_parameters in the model's config.json and leave it out, or {OWN}",
+        )
     yield from _own_loop_problems(draft, consumer)
     yield from _cpu_problems(draft, consumer)
     yield from _order_problems(draft, consumer)
