@@ -87,7 +87,7 @@ def test_a_required_key_may_have_its_other_name():
         {"model": 3},
         {"max_length": 512},
         {"train": {"max_length": 0}},
-        {"train": {"optim": "adafactor"}},
+        {"train": {"optim": "ademamix"}},
         {"cluster": {}},
         {"cluster": {"gpu": "cpu", "nodes": 0}},
         {"cluster": {"gpu": {"memory_gib": 40}}},

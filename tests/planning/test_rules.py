@@ -101,7 +101,8 @@ BROKEN = [
     ("COMM_HOOK", "parallel.ddp.power_sgd_start_step", "would never act", {"ranks": 2, "train": {"max_steps": 10}, "parallel": {"strategy": "ddp", "ddp": {"comm_hook": "power_sgd"}}}),
     ("STRATEGY_UNSUPPORTED", "parallel.ddp.static_graph", "gradient_accumulation_steps=2", {"train": {"gradient_accumulation_steps": 2}, "parallel": {"strategy": "ddp", "ddp": {"static_graph": True}}}),
     ("STRATEGY_UNSUPPORTED", "train.precision", "precision=fp16 under strategy=ddp", {"train": {"precision": "fp16"}, "parallel": {"strategy": "ddp"}}),
-    ("STRATEGY_UNSUPPORTED", "train.optimizer", "optimizer=lion under strategy=fsdp2", {"train": {"optimizer": "lion"}, "parallel": {"strategy": "fsdp2"}}),
+    ("STRATEGY_UNSUPPORTED", "train.optimizer", "optimizer=adafactor under strategy=fsdp2", {"train": {"optimizer": "adafactor"}, "parallel": {"strategy": "fsdp2"}}),
+    ("STRATEGY_UNSUPPORTED", "train.optimizer", "flat partitions, which have neither", {"train": {"optimizer": "adafactor"}}),
     ("STRATEGY_UNSUPPORTED", "train.gradient_accumulation_dtype", "gradient_accumulation_dtype=fp32 under strategy=fsdp2", {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"strategy": "fsdp2"}}),
     *(
         ("LORA_UNSUPPORTED", "train.lora.use_dora", part, {"model": "llama-3.1-8b", **job, "train": {"method": "lora", "lora": {"use_dora": True}, **job.get("train", {})}})
@@ -124,7 +125,7 @@ BROKEN = [
     ("WEIGHTS_CHOICE", "train.learning_rates", "learning_rate_scaling=linear", {"train": {"learning_rates": {"embed": 1e-6}, "learning_rate_scaling": "linear", "learning_rate_reference_batch_size": 8}}),
     ("QLORA_STAGE", "train.method", "zero_stage=3", {"train": {"method": "qlora"}, "parallel": {"zero_stage": 3}}),
     ("OFFLOAD_OPTIMIZER", "train.optimizer", "optimizer-cpu", {"train": {"optimizer": "adamw_8bit"}, "parallel": {"offload": "optimizer-cpu", "zero_stage": 2}}),
-    ("STRATEGY_UNSUPPORTED", "train.optimizer", "strategy=fsdp2", {"train": {"optimizer": "adamw_8bit"}, "parallel": {"strategy": "fsdp2"}}),
+    ("STRATEGY_UNSUPPORTED", "train.optimizer", "DeepSpeed's own Muon", {"train": {"optimizer": "muon"}}),
     ("LORA_TARGETS", "train.lora.target_modules", "target_modules=q_proj, v_proj with model_type=gpt2", {"model": "gpt2", "train": {"method": "lora", "lora": {"target_modules": ["q_proj", "v_proj"]}}}),
     ("LORA_TARGETS", "train.lora.target_modules", "model_type=llama", {"train": {"method": "lora", "lora": {"target_modules": "c_attn"}}}),
     ("FP8_LAYERS", "train.precision", "model_type=gpt2", {"model": "gpt2", "train": {"precision": "fp8"}}),

@@ -49,7 +49,7 @@ Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Method = Literal["full", "lora", "qlora"]
 Strategy = Literal["zero", "ddp", "fsdp2"]
 CommHook = Literal["none", "fp16", "bf16", "power_sgd", "hierarchical", "top_k"]
-Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "lion", "sgd"]
+Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "adafactor", "muon", "lion", "sgd"]
 AnyOptimizer = Literal[Optimizer, "adamw_torch_fused", "adamw_bnb_8bit"]  # `optimizer_named` reads the last two
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 Loss = Literal["full", "chunked", "liger"]
@@ -260,8 +260,10 @@ class Train(Section):
     gradient_accumulation_dtype: Dtype | None = None
     """Number format in which the gradients of micro batches add up."""
     optimizer: Annotated[Optimizer, BeforeValidator(optimizer_named, json_schema_input_type=AnyOptimizer)] = "adamw"
-    """`adamw` is DeepSpeed's kernel, `adamw_torch` is torch's; `adamw_8bit` and, under DDP, `lion` are those of
-    the bitsandbytes package. 8 bit: moments in blocks of 256 with a scale each (arXiv 2110.02861).
+    """`adamw` is DeepSpeed's kernel, `adamw_torch` is torch's; `adamw_8bit` and, under DDP and FSDP2, `lion` are those of
+    the bitsandbytes package. 8 bit: moments in blocks of 256 with a scale each (arXiv 2110.02861). `adafactor` keeps
+    sums of squares by row and column (arXiv 1804.04235); `muon` steps hidden matrices along their gradients'
+    orthogonal factor, scaled to rates of AdamW, which steps the rest (arXiv 2502.16982).
     """
     weight_decay: NonNegativeNumber = 0.0
     """Share of each matrix, times the learning rate, that a step takes off it (`sgd` adds it to the gradient). Norms
@@ -274,7 +276,7 @@ class Train(Section):
     adam_epsilon: PositiveNumber = 1e-8
     """AdamW's epsilon, added to the root of the second moment."""
     momentum: ShareBelowOne = 0.0
-    """Momentum of `sgd`."""
+    """Momentum of `sgd`, and of `muon`, where it is 0.95 when left out."""
     gradient_checkpointing: StrictBool | Fraction | None = None
     """Recomputes activations in the backward pass: `true` in all layers, `false` in none, a number from 0 to 1 in that
     fraction of them.

@@ -63,7 +63,7 @@ class TorchEngine:
         self.module = model
         self._wrapper: Any = model if self._shards or world.size == 1 else _replicated(plan, model, world)
         self._hook: Any = None if self._wrapper is model else _hooked(plan, self._wrapper, world)
-        self.optimizer = made_here(plan, groups)
+        self.optimizer = made_here(plan, groups, model)
         self.lr_scheduler = schedule.build(self.optimizer)
         self._micro_batches = 0
         self._norm: Tensor | None = None
@@ -146,7 +146,9 @@ class TorchEngine:
         target = Path(folder) / tag
         weights = dict(self._weights(trained_only=exclude_frozen_parameters))
         states = {
-            f"{OPTIMIZER}{name}.{key}": value if isinstance(value, Tensor) else torch.tensor(float(value))
+            self._name_of_state(name, key, weight, value): value
+            if isinstance(value, Tensor)
+            else torch.tensor(float(value))
             for name, weight in (() if self._plan.job.train.save_only_model else self._trained())
             for key, value in self.optimizer.state[weight].items()
             if key not in TABLES
@@ -183,12 +185,11 @@ class TorchEngine:
         saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for name, weight in self._trained():
-            states[weight] = {
-                key: _room_for(key, weight, saved[f"{OPTIMIZER}{name}.{key}"])
-                for key in record.optimizer_state
-                if f"{OPTIMIZER}{name}.{key}" in saved
-            }
-            wanted |= {f"{OPTIMIZER}{name}.{key}": value for key, value in states[weight].items()}
+            states[weight] = {}
+            for key in record.optimizer_state:
+                for place, whole in ((name, True), (f"{name}@{self._world.rank}", False)):
+                    if (known := f"{OPTIMIZER}{place}.{key}") in saved:
+                        states[weight][key] = wanted[known] = _room_for(key, weight, saved[known], whole=whole)
         prefixes = (f"{HOOK}{SHARED}.", f"{HOOK}{self._world.rank}.") if hasattr(self._hook, "restore") else ()
         hooked = {name: _like(kept, self._world) for name, kept in saved.items() if name.startswith(prefixes)}
         load_tensors(source, wanted | hooked, reader=reader)
@@ -201,6 +202,11 @@ class TorchEngine:
         self.optimizer.state.update({weight: state for weight, state in states.items() if state})
         self.lr_scheduler.last_epoch = record.scheduler_epoch
         return tag, {}
+
+    def _name_of_state(self, name: str, key: str, weight: Tensor, value: Any) -> str:
+        """Return the name of a part of a weight's state, with the rank where only that one has it."""
+        alone = is_dtensor(weight) and isinstance(value, Tensor) and not is_dtensor(value) and key != STEP
+        return f"{OPTIMIZER}{name}@{self._world.rank}.{key}" if alone else f"{OPTIMIZER}{name}.{key}"
 
     def _weights(self, *, trained_only: bool) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.module.named_parameters():
@@ -223,11 +229,13 @@ SHARED = "all"  # in the names of a hook's tensors, in place of a rank
 STEP = "step"  # the count of steps of one parameter: a scalar on the host
 
 
-def _room_for(key: str, weight: nn.Parameter, saved: Any) -> Tensor:
+def _room_for(key: str, weight: nn.Parameter, saved: Any, *, whole: bool) -> Tensor:
     """Return an empty tensor for a saved one of a weight's state: sharded as the weight, or of its own shape and type."""
     if key == STEP:
         return torch.zeros(())
-    if is_dtensor(weight) or (tuple(saved.size) == tuple(weight.shape) and saved.properties.dtype == weight.dtype):
+    if (is_dtensor(weight) and whole) or (
+        tuple(saved.size) == tuple(weight.shape) and saved.properties.dtype == weight.dtype
+    ):
         return torch.zeros_like(weight)
     return torch.zeros(saved.size, dtype=saved.properties.dtype, device=weight.device)
 

@@ -15,14 +15,20 @@ GRADIENT_BYTES = 4  # in fp32, where the state is offloaded
 
 # Bytes per parameter in addition to it: Adam's two moments, Lion's one and the momentum of SGD in fp32 (arXiv 1910.02054,
 # section 3.1; 2302.06675). 8-bit AdamW keeps two bytes, and for each of them a 4-byte scale per 256 elements (bitsandbytes
-# optim/optimizer.py Optimizer2State.init_state).
+# optim/optimizer.py Optimizer2State.init_state). At most: Adafactor's rows and columns, here of a matrix of 16 rows, and Muon's,
+# where embedding and head have the two moments of Adam and the other matrices one.
 MOMENT_BYTES: dict[Optimizer, float] = {
     "adamw": 8,
     "adamw_torch": 8,
     "adamw_8bit": 2 + 2 * 4 / 256,
+    "adafactor": 0.25,
+    "muon": 8,
     "lion": 4,
     "sgd": 4,
 }
+
+# Optimizers whose states have a type of their own, whatever that of the weights.
+OF_OWN_TYPE = ("adamw_8bit", "adafactor", "lion")
 
 # Master copy and moments, rounded up.
 STATE_BYTES: dict[Optimizer, int] = {name: MASTER_BYTES + math.ceil(size) for name, size in MOMENT_BYTES.items()}
@@ -144,7 +150,7 @@ def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
     states = 0 if only_model else moment_bytes(train)
     strategy = draft.job.parallel.strategy
     if strategy == "ddp":  # moments in the weights' precision, except those of bitsandbytes
-        scale = 1.0 if train.optimizer in ("adamw_8bit", "lion") else itemsize / 4
+        scale = 1.0 if train.optimizer in OF_OWN_TYPE else itemsize / 4
         kept = 0 if only_model else itemsize * _kept_by_hook(draft.job)
         return int(itemsize * (frozen + trainable) + (states * scale + kept) * trainable)
     if strategy == "fsdp2":  # fp32 shards, which are the master copy

@@ -34,6 +34,7 @@ _OPTIMIZERS = {
     "adamw": "adamw_torch",
     "adamw_torch": "adamw_torch",
     "adamw_8bit": "adamw_bnb_8bit",
+    "adafactor": "adafactor",
     "lion": "lion_32bit",
     "sgd": "sgd",
 }

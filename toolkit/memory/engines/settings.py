@@ -19,20 +19,22 @@ from toolkit.planning.plan import Plan
 from toolkit.planning.settings import ITEMSIZES
 from toolkit.planning.state_bytes import MOMENT_BYTES
 
-OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "fused_lion", "sgd"]
+OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "adafactor", "muon", "fused_lion", "sgd"]
 
 # Optimizer of the job for each kind.
 _NAMES: Mapping[OptimizerKind, JobOptimizer] = {
     "fused_adam": "adamw",
     "torch_adamw": "adamw_torch",
     "adamw_8bit": "adamw_8bit",
+    "adafactor": "adafactor",
+    "muon": "muon",
     "fused_lion": "lion",
     "sgd": "sgd",
 }
 
 # Bytes per parameter of a step's temporaries: torch's foreach AdamW holds the square root of the second moments
-# (torch/optim/adamw.py _multi_tensor_adamw); DeepSpeed's fused kernels hold nothing.
-STEP_BYTES: Mapping[str, int] = {"fused_adam": 0, "torch_adamw": 4, "adamw_8bit": 0, "fused_lion": 0, "sgd": 0}
+# (torch/optim/adamw.py _multi_tensor_adamw); DeepSpeed's fused kernels hold nothing, and others what one weight takes.
+STEP_BYTES: Mapping[str, int] = {"torch_adamw": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ class EngineSettings:
     @property
     def step_bytes(self) -> int:
         """Bytes per parameter of the step's temporaries."""
-        return STEP_BYTES[self.optimizer]
+        return STEP_BYTES.get(self.optimizer, 0)
 
     @property
     def master_itemsize(self) -> int:
@@ -170,8 +172,8 @@ def engine_settings(
     settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, zero_init=zero_init)
     if plan.grid.pp > 1 and not plan.settings.reduces_once:
         settings = replace(settings, adds_up_on_host=True)
-    if plan.job.train.optimizer == "adamw_8bit":
-        settings = replace(settings, optimizer="adamw_8bit")
+    if plan.job.train.optimizer in ("adamw_8bit", "adafactor", "muon"):
+        settings = replace(settings, optimizer=plan.job.train.optimizer)
     if plan.job.parallel.strategy == "zero":
         return settings
     if settings.optimizer == "fused_adam":

@@ -194,6 +194,14 @@ def _option_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
         )
     read = ("bucket_cap_mb", "find_unused_parameters", "static_graph", "broadcast_buffers")  # by TrainingArguments
     own = tuple(name for name in Ddp.model_fields if consumer == "accelerate" or name not in read)
+    if draft.job.train.optimizer == "muon" and consumer == "trainer":
+        yield Problem(
+            code="INTEGRATION_STRATEGY",
+            key="train.optimizer",
+            message=f"optimizer=muon: {NAMES[consumer]} has no such optimizer",
+            fix=f"Set train.optimizer to adamw, or {OWN}",
+            source="transformers training_args.py OptimizerNames",
+        )
     unread = {"fsdp2": ("dp_replicate_size", "reduce_dtype"), "ddp": own}
     given = getattr(parallel, parallel.strategy, None)
     for name in unread.get(parallel.strategy, ()):

@@ -12,22 +12,13 @@ INDEX_BYTES = 4  # of a position that top-k sends beside its value
 
 
 def torch_strategies(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Refuse what DDP and FSDP2 do not do here: loss scaling, bitsandbytes' kernels on shards, a static graph with accumulation, sums in another dtype."""
+    """Refuse what DDP and FSDP2 do not do here: loss scaling, a static graph with accumulation, sums in another dtype."""
     strategy, train, settings = draft.job.parallel.strategy, draft.job.train, draft.settings
     if strategy == "zero":
         return
     if settings.precision == "fp16":
         why = "gradients are not scaled against underflow"
         yield _not_under(strategy, "train.precision", "fp16", why, "Set train.precision to bf16")
-    if train.optimizer in ("lion", "adamw_8bit") and strategy == "fsdp2":
-        why = "bitsandbytes' kernels step whole weights, and its 8-bit blocks would be those of one sharding"
-        yield _not_under(
-            strategy,
-            "train.optimizer",
-            train.optimizer,
-            why,
-            "Set train.optimizer to adamw, or parallel.strategy to ddp",
-        )
     if draft.job.parallel.ddp_options.static_graph and settings.batch.accumulation > 1:
         why = f"with gradient_accumulation_steps={settings.batch.accumulation} torch fails in the first backward pass, which does not reduce"
         yield _not_under(strategy, "parallel.ddp.static_graph", True, why, "Remove it")
@@ -35,6 +26,33 @@ def torch_strategies(draft: UncheckedPlan) -> Iterator[Problem]:
     if sums is not None and sums != settings.dtype:
         why = f"gradients add up in their own dtype, {settings.dtype}"
         yield _not_under(strategy, "train.gradient_accumulation_dtype", sums, why, f"Set it to {settings.dtype}")
+
+
+def optimizer_strategies(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse optimizers that need more of a weight than a strategy's rank has."""
+    optimizer, strategy = draft.job.train.optimizer, draft.job.parallel.strategy
+    why, source, others = "", "", "ddp"
+    if optimizer == "adafactor" and strategy == "zero":
+        why = (
+            "it sums squares over the rows and columns of a weight, and ZeRO steps flat partitions, which have neither"
+        )
+        source = "deepspeed runtime/zero/stage_1_and_2.py"
+    elif optimizer == "adafactor" and strategy == "fsdp2":
+        why, source = (
+            "its sums mix shards and whole tensors, which torch's DTensor refuses",
+            "transformers optimization.py",
+        )
+    elif optimizer == "muon" and strategy == "zero":
+        why = "ZeRO steps flat partitions; DeepSpeed's own Muon scales its updates otherwise, for rates of its own"
+        source, others = "deepspeed runtime/zero/muon/original_muon.py", "ddp or fsdp2"
+    if why:
+        yield Problem(
+            code="STRATEGY_UNSUPPORTED",
+            key="train.optimizer",
+            message=f"optimizer={optimizer} under strategy={strategy}: {why}",
+            fix=f"Set train.optimizer to adamw, or parallel.strategy to {others}",
+            source=source,
+        )
 
 
 def strategy_sections(draft: UncheckedPlan) -> Iterator[Problem]:
@@ -149,4 +167,4 @@ def _foreign(strategy: str, key: str, value: object) -> Problem:
 
 
 RULES = (strategy_keys, strategy_sections, comm_hooks, qlora_partitions)
-RUN_RULES = (torch_strategies,)
+RUN_RULES = (torch_strategies, optimizer_strategies)

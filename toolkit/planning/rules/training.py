@@ -11,10 +11,10 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Keys that only some optimizers read (torch.optim, deepspeed ops/adam, ops/lion).
 _OPTIMIZER_KEYS = {
-    "adam_beta1": ("adamw", "adamw_torch", "adamw_8bit", "lion"),
-    "adam_beta2": ("adamw", "adamw_torch", "adamw_8bit", "lion"),
-    "adam_epsilon": ("adamw", "adamw_torch", "adamw_8bit"),
-    "momentum": ("sgd",),
+    "adam_beta1": ("adamw", "adamw_torch", "adamw_8bit", "muon", "lion"),
+    "adam_beta2": ("adamw", "adamw_torch", "adamw_8bit", "muon", "lion"),
+    "adam_epsilon": ("adamw", "adamw_torch", "adamw_8bit", "muon"),
+    "momentum": ("sgd", "muon"),
 }
 
 
