@@ -119,6 +119,7 @@ TOLD: dict[str, Pair] = {
     "deepspeed.wall_clock_breakdown": ({}, {"deepspeed": {"wall_clock_breakdown": True}}),
 }
 REFUSED: dict[str, Pair] = {
+    "model.added_tokens": tuple({"model": {"added_tokens": [name]}} for name in ("<a>", "<b>")),
     "data.system_prompt": _data(system_prompt=("Be long.", "Be brief.")),
     "data.long_rows": _data(long_rows=("split", "drop")),
     "data.streaming": _data(streaming=(False, True)),

@@ -23,6 +23,7 @@ def zero_keys(**keys):
 # (code, key, what the message must hold, the smallest job that breaks the rule)
 BROKEN = [
     ("GROUP_BY_LENGTH", "data.group_by_length", "packing=wrapped", {"data": {"train": "org/set", "group_by_length": True}}),
+    ("ADDED_TOKENS", "model.added_tokens", "no modules_to_save", {"model": {"name": "quickstart-llama", "added_tokens": ["<a>"]}, "train": {"method": "lora"}}),
     ("STREAMING", "data.streaming", "without train.max_steps", {"data": {"train": "org/set", "streaming": True}}),
     ("STREAMING", "data.shuffle_buffer", "without data.streaming", {"data": {"train": "org/set", "shuffle_buffer": 9}}),
     ("STREAMING", "data.validation_fraction", "the whole data set", {"train": {"max_steps": 9}, "data": {"train": "org/set", "streaming": True, "validation_fraction": 0.1}}),

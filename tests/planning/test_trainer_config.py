@@ -137,6 +137,7 @@ def test_what_trainer_cannot_carry():
     assert plan_of(data=grouped).training_arguments()["train_sampling_strategy"] == "group_by_length"
     rope = {"name": "quickstart-llama", "rope_scaling": {"type": "linear", "factor": 2}}
     refused("INTEGRATION_MODEL", "model.rope_scaling", model=rope)
+    refused("INTEGRATION_MODEL", "model.added_tokens", model={"name": "quickstart-llama", "added_tokens": ["<a>"]})
     refused("INTEGRATION_LOOP", "train.callbacks", train={"callbacks": ["hooks:Mine"]})
     refused("INTEGRATION_LOSS", "train.label_smoothing_factor", train={"label_smoothing_factor": 0.1})
     refused("INTEGRATION_LOSS", "train.compute_loss", train={"compute_loss": "a:b"})

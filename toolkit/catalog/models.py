@@ -278,6 +278,9 @@ def _build(
     config = with_rope_scaling(config, model)
     try:
         sizes = read_dimensions(config, source=str(source))
+        if model.resizes:
+            config["vocab_size"] = model.resized(sizes.vocab_size)
+            sizes = replace(sizes, vocab_size=config["vocab_size"])
         scaling, limit = model.rope_scaling, sizes.max_position_embeddings
         if scaling is not None and scaling.type != "yarn" and limit is not None:
             sizes = replace(sizes, max_position_embeddings=longest(scaling, limit))

@@ -284,6 +284,8 @@ RULES: dict[str, Rule] = {
     "model.revision": replace(_TOLD, counts=_beside_read_weights, value=lambda plan: plan.model.revision),
     "model.init": replace(_REFUSED, counts=_with_adapters, why="its adapters were trained on those weights"),
     "model.tokenizer": _CONTENT,
+    **_each(_ORDER, "model", "added_tokens added_special_tokens"),
+    "model.pad_vocab_to_multiple_of": _CONTENT,
     **_each(_CONTENT, "model", "rope_scaling.type rope_scaling.factor"),
     "model.trust_remote_code": _FREE,
     # Settings of the steps that follow.

@@ -105,8 +105,28 @@ class Model(Section):
     """Whether to run the Python code that the model's repository ships."""
     init: Literal["pretrained", "random"] | None = None
     """`pretrained` loads the weights; `random` draws them from `train.seed`."""
+    added_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Tokens that the tokenizer gets in addition, each of which is never split; the embedding grows by their number."""
+    added_special_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """The same of special tokens, which `skip_special_tokens` leaves out of decoded text."""
+    pad_vocab_to_multiple_of: Count | None = None
+    """The embedding grows to a multiple of this, such as 64, for matrix units or tensor ranks."""
     rope_scaling: RopeScaling | None = None
     """Longer sequences than the model was pretrained on; it is in the config.json of checkpoints and exports."""
+
+    @property
+    def resizes(self) -> bool:
+        """Whether the embedding has another number of rows than the pretrained one."""
+        return bool(self.added_tokens or self.added_special_tokens or self.pad_vocab_to_multiple_of)
+
+    def resized(self, vocab_size: int) -> int:
+        """Return the rows of the embedding of a model that has `vocab_size` of them.
+
+        >>> Model(name="a", added_tokens=("<x>",), pad_vocab_to_multiple_of=8).resized(32)
+        40
+        """
+        rows = vocab_size + len({*self.added_tokens, *self.added_special_tokens})
+        return -(-rows // (self.pad_vocab_to_multiple_of or 1)) * (self.pad_vocab_to_multiple_of or 1)
 
 
 class Card(Section):

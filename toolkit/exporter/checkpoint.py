@@ -218,8 +218,13 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, model_dir: Path, 
     base = folder if report.kind != "adapter" else locate_weights(plan)
     try:
         # An adapter was trained on the base as the run had it, which its folder does not say.
-        changed = report.kind == "adapter" and plan.job.model.rope_scaling is not None
-        config = AutoConfig.from_pretrained(model_dir if changed else base, trust_remote_code=trust_remote_code)
+        job = plan.job.model
+        changed = report.kind == "adapter" and (job.rope_scaling is not None or job.resizes)
+        own = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        config = own
+        if changed:
+            config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+            config.get_text_config().vocab_size = own.get_text_config().vocab_size
         # Set here, because attn_implementation= would not replace the one in the file, such as a kernel of the hub.
         config._attn_implementation = attention
         model = AutoModelForCausalLM.from_pretrained(
@@ -228,6 +233,8 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, model_dir: Path, 
         if report.kind == "adapter":
             from peft import PeftModel
 
+            if job.resizes:
+                _grow(model, plan.model.vocab_size)
             if plan.job.train.method == "qlora":
                 hold_in_nf4(model, dtype=DTYPES[plan.settings.dtype])
             model = PeftModel.from_pretrained(model, str(folder))
@@ -239,6 +246,16 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, model_dir: Path, 
             message=f"the export cannot be loaded: {first_line(error)}",
             fix="No export was written; export another checkpoint, or pass --no-check-logits to export without loading",
         ) from error
+
+
+@torch.no_grad()
+def _grow(model: Any, vocab_size: int) -> None:
+    """Resize the embeddings of a base model as the run has: each new row is the mean of the old ones."""
+    old = model.get_input_embeddings().weight.shape[0]
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for weight in () if end is None else end.parameters(recurse=False):
+            weight[old:] = weight[:old].double().mean(0).to(weight.dtype)
 
 
 def _base_weights(plan: Plan, *, merge_adapter: bool) -> Path | None:

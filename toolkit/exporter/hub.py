@@ -106,6 +106,9 @@ def _remarks(plan: Plan, report: ExportReport) -> Iterator[str]:
         wanted = {key: plan.model.config[key] for key in ("rope_parameters", "max_position_embeddings")}
         keys = "\n".join(f"config.{key} = {value}" for key, value in wanted.items())
         yield f"Load the base model with a configuration of\n\n```python\n{keys}\n```"
+    if report.kind == "adapter" and plan.job.model.resizes:
+        resize = f"base.resize_token_embeddings({plan.model.vocab_size})"
+        yield f"Before the adapter is put on, the base model's embeddings must have as many rows:\n\n```python\n{resize}\n```"
 
 
 def _method(plan: Plan) -> str:

@@ -47,6 +47,8 @@ def model_config(plan: Plan) -> PreTrainedConfig:
         ) from error
     config._attn_implementation = plan.settings.attention
     _scale_rope(config, plan)
+    if plan.job.model.resizes:
+        config.get_text_config(decoder=True).vocab_size = plan.model.vocab_size
     if (weight := plan.job.train.router_aux_loss_coef) is not None:
         for part in (config, config.get_text_config(decoder=True)):
             if hasattr(part, "router_aux_loss_coef"):

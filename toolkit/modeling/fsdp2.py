@@ -120,6 +120,7 @@ def fill(
     places: Places,
     weights: Path | None,
     seed: int,
+    grows: bool,
     deviates: bool,
     group: dist.ProcessGroup,
     progress: Callable[[int, int], None] | None,
@@ -133,6 +134,7 @@ def fill(
         places: Where each key of the twin is in `base`.
         weights: Folder of safetensors; None to draw the weights from `seed`.
         seed: Seed of the weights that are drawn.
+        grows: As of `load_pretrained`.
         deviates: As of `draw_adapters`.
         group: The data-parallel ranks.
         progress: As of `load_pretrained`.
@@ -143,7 +145,7 @@ def fill(
     if weights is None:
         initialize_weights(base, seed=seed, dense=dense, part=part)
     else:
-        load_pretrained(base, weights, group=group, dense=dense, part=part, progress=progress)
+        load_pretrained(base, weights, group=group, dense=dense, part=part, grows=grows, progress=progress)
     if model is not base:
         _fill_adapters(model, seed=seed, deviates=deviates)
 

@@ -87,14 +87,7 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             fix=f"Set train.kernels to eager, or {OWN}",
             source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )
-    if (scaling := draft.job.model.rope_scaling) is not None:
-        yield Problem(
-            code="INTEGRATION_MODEL",
-            key="model.rope_scaling",
-            message=f"rope_scaling={scaling.type} is put into the configuration by our builder: the emitted files of {name} have no "
-            "model",
-            fix=f"Set rope_parameters in the model's config.json and leave it out, or {OWN}",
-        )
+    yield from _model_problems(draft, name)
     yield from _own_loop_problems(draft, consumer)
     yield from _cpu_problems(draft, consumer)
     yield from _order_problems(draft, consumer)
@@ -116,6 +109,24 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             message=f"learning_rate_scaling={train.learning_rate_scaling} sets a learning rate that {name} sets itself",
             fix="Leave it out and scale the rate in the script",
         )
+
+
+def _model_problems(draft: UncheckedPlan, name: str) -> Iterator[Problem]:
+    """Yield changes to model and tokenizer, which a script loads itself."""
+    changed = {
+        "rope_scaling": "rope_parameters of the configuration",
+        "added_tokens": "`tokenizer.add_tokens` and `model.resize_token_embeddings`",
+        "added_special_tokens": "`tokenizer.add_tokens` and `model.resize_token_embeddings`",
+        "pad_vocab_to_multiple_of": "`model.resize_token_embeddings`",
+    }
+    for key, by_hand in changed.items():
+        if getattr(draft.job.model, key):
+            yield Problem(
+                code="INTEGRATION_MODEL",
+                key=f"model.{key}",
+                message=f"{key} is made by our builder: the emitted files of {name} have no model",
+                fix=f"Leave it out, with {by_hand} in your script, or {OWN}",
+            )
 
 
 def _own_loop_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
