@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.app import main
+from toolkit.errors import SpecError
 from toolkit.planning.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
@@ -58,6 +59,30 @@ def test_a_table_and_the_files_of_its_row(capsys, folder):
     assert (folder / "files" / "deepspeed.json").exists()
     assert resolve(folder / "files" / "job.yaml").settings == made.settings
     assert "<!doctype html>" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [
+        ((), None),
+        (("--compiled",), True),
+        (("--no-compiled", "--write", "a.yaml"), False),
+        (("--write", "a.yaml"), True),
+        (("--emit", "files"), True),
+        (("--report", "a.html"), True),
+        (("--write", "a.yaml", "--row", "1"), None),
+    ],
+)
+def test_compiled_layers_are_tried_where_a_plan_is_written(monkeypatch, options, compiled):
+    asked = []
+
+    def refuse(job, **values):
+        asked.append(values["compiled"])
+        raise SpecError.of(code="PLAN_TOKENS", message="no", fix="none")
+
+    monkeypatch.setattr("toolkit.planner.make.ask", refuse)
+    assert main([*ASKED, *options]) == 2
+    assert asked == [compiled]
 
 
 def test_json(capsys):

@@ -37,5 +37,6 @@ def answer(price_list, sharing_fake_runs):
             max_gpus=4,
             prices=price_list,
             liger=False,
+            compiled=True,
             seconds=None,
         )

@@ -11,6 +11,7 @@ from toolkit.catalog.prices import load_prices
 from toolkit.cost import step_time
 from toolkit.errors import PlanError
 from toolkit.memory.search.estimator import Estimator
+from toolkit.planner.answer import answer_of
 from toolkit.planner.bounds import Setting
 from toolkit.planner.clusters import candidate_clusters
 from toolkit.planner.make import ask, search
@@ -27,7 +28,7 @@ def question_of(price_list, **changes):
         "gpus": "l4",
         "max_gpus": 1,
     }
-    return ask(None, **values | {"prices": price_list, "liger": False} | changes)
+    return ask(None, **values | {"prices": price_list, "liger": False, "compiled": True} | changes)
 
 
 def test_nothing_that_the_search_left_out_is_faster(price_list):
@@ -86,6 +87,54 @@ def test_progress_is_told(price_list):
     search(question_of(price_list), watch=told.append)
     assert told[0].doing == "1 × l4-24gb"
     assert told[-1].best is not None
+
+
+def test_compiled_layers_are_tried_where_they_are_asked_for(price_list):
+    asked = question_of(price_list, compiled=None)
+    assert not asked.compiled
+    found = search(asked)
+    assert found.options
+    assert not any(option.setting.compiled for option in found.options)
+    assert (found.compiled, found.uncompiled) == (False, 1)
+    (line,) = [line for line in answer_of(asked, found).notes() if "compiled" in line]
+    assert "were not tried, which might make 1 cluster better: --compiled tries them" in line
+    # A job that says so itself, and one with a cluster, leave nothing out.
+    said = replace(asked, job=asked.job.with_({"train.torch_compile": False}))
+    found = search(said)
+    assert not any("compiled layers" in line for line in answer_of(said, found).notes())
+    assert ask(asked.job, tokens="10M", prices=price_list).compiled
+    assert not ask(asked.job, tokens="10M", prices=price_list, gpus="l4").compiled
+
+
+def test_where_nothing_is_within_the_limits_compiled_layers_are_tried_after_all(price_list, monkeypatch):
+    tried = []
+    monkeypatch.setattr(Search, "_try_compiled", lambda self, without: tried.append(self.found.compiled))
+    search(question_of(price_list, compiled=None, budget_usd=1e-6))
+    assert tried == [False, True]
+    search(question_of(price_list, compiled=None))
+    assert tried == [False, True, False]
+
+
+def test_what_is_likely_to_be_needed_is_traced_ahead(price_list):
+    class Notes(Estimator):
+        def __init__(self):
+            super().__init__()
+            self.ahead, self.estimated = [], []
+
+        def trace_ahead(self, plans):
+            self.ahead += [plan.to_dict() for plan in plans]
+            assert len(plans) <= 6
+
+        def estimate_plan(self, plan, case):
+            self.estimated.append(plan.to_dict())
+            return super().estimate_plan(plan, case)
+
+    estimator = Notes()
+    assert search(
+        question_of(price_list, gpus="l4,h100-sxm-80gb", max_gpus=8, compiled=False), estimator=estimator
+    ).options
+    assert estimator.estimated[0] in estimator.ahead
+    assert sum(each in estimator.ahead for each in estimator.estimated) >= 0.5 * len(estimator.estimated)
 
 
 def test_the_own_cluster_is_compared_with_the_fixed_defaults(price_list):

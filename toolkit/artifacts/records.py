@@ -11,6 +11,7 @@ import hashlib
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -50,7 +51,8 @@ class Records(Generic[T]):
         for found in self._classes:
             fields = ", ".join(f"{name}: {_spelled(hint)}" for name, hint in self._fields[found].items())
             described.append(f"{found.__module__}.{found.__qualname__}({fields})")
-        self._numbers = {found: number for number, found in enumerate(self._classes)}
+        numbers = {found: number for number, found in enumerate(self._classes)}
+        self._write = _Writers(numbers, self._fields).of(root)
         self.schema = hashlib.sha256("\n".join(described).encode()).hexdigest()
 
     def dumps(self, value: T) -> str:
@@ -59,8 +61,8 @@ class Records(Generic[T]):
         Raises:
             TypeError: A field has a value that is not of its type.
         """
-        writer = _Writer(self._numbers, self._fields)
-        root = writer.write(value, self._root)
+        writer = _Writer()
+        root = self._write(writer, value)
         return json.dumps([writer.nodes, root], separators=(",", ":"))
 
     def loads(self, text: str) -> T:
@@ -117,50 +119,105 @@ def _spelled(hint: Any) -> str:
 
 
 class _Writer:
-    def __init__(self, numbers: Mapping[type[Any], int], fields: Mapping[type[Any], Mapping[str, Any]]) -> None:
+    """The nodes of a document; `Write` functions add to it."""
+
+    def __init__(self) -> None:
         self.nodes: list[list[Any]] = []
-        self._numbers, self._fields = numbers, fields
         self._known: dict[int, int] = {}
 
-    def write(self, value: Any, hint: Any) -> Any:
+    def once(self, value: Any, make: Callable[[_Writer, Any], list[Any]]) -> int:
+        """Return the number of an object's node, which is made at its first use."""
+        number = self._known.get(id(value))
+        if number is None:
+            node = make(self, value)
+            # The root keeps all objects alive: no id is used twice.
+            number = self._known[id(value)] = len(self.nodes)
+            self.nodes.append(node)
+        return number
+
+
+Write = Callable[[_Writer, Any], Any]
+
+
+class _Writers:
+    """The functions that write values of each type, made once: a value has thousands of the same."""
+
+    def __init__(self, numbers: Mapping[type[Any], int], fields: Mapping[type[Any], Mapping[str, Any]]) -> None:
+        self._numbers, self._fields = numbers, fields
+        self._records: dict[type[Any], Write] = {}
+
+    def of(self, hint: Any) -> Write:
+        """Return the function for a type."""
         origin, arguments = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):
-            hint = _member(value, arguments)
-            origin, arguments = get_origin(hint), get_args(hint)
+            return self._union(arguments)
         if origin is Literal:
-            if not any(value == one and type(value) is type(one) for one in arguments):
-                raise TypeError(f"{value!r} is not one of {arguments}")
-            return value
+            return partial(_write_literal, arguments)
         if origin in _ARRAYS:
+            return self._array(hint, arguments)
+        if origin in _MAPPINGS:
+            return self._mapping(hint, arguments[1])
+        return self._record(hint) if hint in self._fields else partial(_write_plain, hint)
+
+    def _union(self, members: tuple[Any, ...]) -> Write:
+        made = {member: self.of(member) for member in members}
+        return lambda writer, value: made[_member(value, members)](writer, value)
+
+    def _array(self, hint: Any, arguments: tuple[Any, ...]) -> Write:
+        made = [self.of(each) for each in arguments if each is not ...]
+        alike = len(arguments) == 1 or (len(arguments) == 2 and arguments[1] is ...)
+
+        def write(writer: _Writer, value: Any) -> list[Any]:
             if not isinstance(value, tuple | list):
                 raise TypeError(f"{type(value).__name__} in place of {hint}")
-            return [self.write(each, kind) for each, kind in zip(value, _kinds(arguments, len(value)), strict=True)]
-        if origin in _MAPPINGS:
+            if alike:
+                (one,) = made
+                return [one(writer, each) for each in value]
+            return [each(writer, part) for part, each in zip(value, made, strict=True)]
+
+        return write
+
+    def _mapping(self, hint: Any, kind: Any) -> Write:
+        one = self.of(kind)
+
+        def make(writer: _Writer, value: Any) -> list[Any]:
+            return [-1, {key: one(writer, each) for key, each in value.items()}]
+
+        def write(writer: _Writer, value: Any) -> int:
             if not all(type(key) is str for key in value):
                 raise TypeError(f"{hint} has keys that are no str")
-            return self._once(value, lambda: [-1, {key: self.write(each, arguments[1]) for key, each in value.items()}])
-        if hint in self._fields:
+            return writer.once(value, make)
+
+        return write
+
+    def _record(self, hint: type[Any]) -> Write:
+        if hint in self._records:
+            return self._records[hint]
+        number, fields = self._numbers[hint], list[tuple[str, Write]]()
+
+        def make(writer: _Writer, value: Any) -> list[Any]:
+            return [number, *[write(writer, getattr(value, name)) for name, write in fields]]
+
+        def record(writer: _Writer, value: Any) -> int:
             if type(value) is not hint:
                 raise TypeError(f"{type(value).__name__} in place of {hint.__name__}")
-            fields = self._fields[hint]
-            return self._once(
-                value,
-                lambda: [
-                    self._numbers[hint],
-                    *(self.write(getattr(value, name), kind) for name, kind in fields.items()),
-                ],
-            )
-        if type(value) is not hint and not (hint is float and type(value) is int):
-            raise TypeError(f"{value!r} is no {hint.__name__}")
-        return value
+            return writer.once(value, make)
 
-    def _once(self, value: Any, make: Callable[[], list[Any]]) -> int:
-        """Return the number of an object's node, which is made at its first use."""
-        if id(value) not in self._known:
-            node = make()
-            self._known[id(value)] = len(self.nodes)  # the root keeps all objects alive: no id is used twice
-            self.nodes.append(node)
-        return self._known[id(value)]
+        self._records[hint] = record  # before its fields, which may refer to it
+        fields += [(name, self.of(kind)) for name, kind in self._fields[hint].items()]
+        return record
+
+
+def _write_literal(choices: tuple[Any, ...], writer: _Writer, value: Any) -> Any:
+    if not any(value == one and type(value) is type(one) for one in choices):
+        raise TypeError(f"{value!r} is not one of {choices}")
+    return value
+
+
+def _write_plain(hint: type[Any], writer: _Writer, value: Any) -> Any:
+    if type(value) is not hint and not (hint is float and type(value) is int):
+        raise TypeError(f"{value!r} is no {hint.__name__}")
+    return value
 
 
 class _Reader:

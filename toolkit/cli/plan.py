@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from toolkit.planner.search import Progress
 
 # Seconds after which a search ends with what it has; `toolkit.planner.make` explains it.
-_SECONDS = 8.0
+_SECONDS = 30.0
 
 
 def register(app: typer.Typer) -> None:
@@ -79,6 +79,15 @@ def plan(
         bool | None,
         typer.Option("--liger/--no-liger", help="Whether Liger's kernels can be installed there.", show_default=False),
     ] = None,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(
+            "--compiled/--no-compiled",
+            help="Whether to try compiled layers, which takes longest. By default on the job's own cluster, and where the recommended row "
+            "is written.",
+            show_default=False,
+        ),
+    ] = None,
     seconds: Annotated[
         float, typer.Option(metavar="S", min=0.1, help="Computing time after which the search ends with what it has.")
     ] = _SECONDS,
@@ -131,6 +140,8 @@ def plan(
             prices=prices,
             spot=spot,
             liger=liger,
+            # Rows keep their numbers: whoever names one has read them in a table without compiled layers.
+            compiled=True if compiled is None and row is None and (write or emit or report) else compiled,
         )
         questions = [asked(method=each) for each in read_methods(method)]
         with session.estimating() as estimator, _watching(as_json=as_json) as watch:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from toolkit.config.job import Data, EvalSource, LossOn, Part
+from toolkit.config.job import Data, DataSource, LossOn, Part
 from toolkit.config.paths import PathKind, is_file, is_folder, num_bytes, path_kind, shown
 from toolkit.config.suggestions import nearest
 from toolkit.dataset_inspection.chat_template import (
@@ -22,14 +22,7 @@ from toolkit.dataset_inspection.chat_template import (
 from toolkit.dataset_inspection.chats import conversation_problems, unread_key_warning
 from toolkit.dataset_inspection.columns import renamed, resolve_layout
 from toolkit.dataset_inspection.files import SUFFIXES, Head, Kind, read_head
-from toolkit.dataset_inspection.formats import (
-    Format,
-    as_format,
-    has_settings,
-    loss_on_problem,
-    section_problems,
-    split_of,
-)
+from toolkit.dataset_inspection.formats import Format, as_format, loss_on_problem, section_problems
 from toolkit.dataset_inspection.layouts import Layout, unread_columns
 from toolkit.errors import DataError, Problem, SpecError, ToolkitError, raise_all
 
@@ -133,12 +126,10 @@ def peek(
                 sources[part].append(facts)
     everything = sources["train"] + sources["eval"]
     formats = {source.format for source in everything if source.format is not None}
-    alike = sources["train"] if data.eval_sets else everything  # named sets have formats of their own
-    mixed = data.sources is None and len({source.format for source in alike} - {None}) > 1
-    if mixed:
-        problems.append(_mixed(alike))
+    if len(formats) > 1 and data.sources is None:
+        problems.append(_mixed(everything))
     found = next(iter(formats)) if len(formats) == 1 else None
-    if data.sources is not None or (formats and not mixed):
+    if data.sources is not None or found is not None:
         problems += _loss_problems(data, everything)
     problems += _combination_problems(data, sources)
     problems += unreadable
@@ -165,15 +156,11 @@ def _loss_problems(data: Data, sources: list[SourceFacts]) -> list[Problem]:
 
 
 def _own_loss(data: Data, facts: SourceFacts) -> bool:
-    return any(
-        key == facts.key and source.loss_on is not None
-        for part in get_args(Part)
-        for key, source in data.sources_of(part)
-    )
+    return any(key == facts.key and source.loss_on is not None for key, source in data.sources_of("train"))
 
 
 def _look_at(
-    source: EvalSource,
+    source: DataSource,
     data: Data,
     *,
     key: str,
@@ -200,9 +187,9 @@ def _look_at(
     except SpecError as error:
         problems += error.problems
         return None
-    if has_settings(key):
+    if key.startswith("data.sources"):
         problems += _local_problems(source, kind, key=key)
-    head = read_head(path, kind, key=key, split=split_of(source, key))
+    head = read_head(path, kind, key=key, split=source.split or "train")
     facts = SourceFacts(
         name=name,
         kind=kind,
@@ -219,7 +206,7 @@ def _look_at(
     return _facts_of(source, head, facts, data.system_prompt, template=template, problems=problems)
 
 
-def _local_problems(source: EvalSource, kind: Kind, *, key: str) -> Iterable[Problem]:
+def _local_problems(source: DataSource, kind: Kind, *, key: str) -> Iterable[Problem]:
     """Yield the problems of keys of the hub that a local source has."""
     for name, code in (("name", "DATA_SPLIT"), ("revision", "DATA_REVISION"), ("split", "DATA_SPLIT")):
         value = getattr(source, name)
@@ -229,7 +216,7 @@ def _local_problems(source: EvalSource, kind: Kind, *, key: str) -> Iterable[Pro
 
 
 def _facts_of(
-    source: EvalSource,
+    source: DataSource,
     head: Head,
     facts: SourceFacts,
     system_prompt: str | None,
@@ -268,7 +255,7 @@ def _facts_of(
     return replace(facts, format=layout.format, unread=_unread(layout, head), unread_keys=unread_keys)
 
 
-def _wanted(source: EvalSource) -> Format | None:
+def _wanted(source: DataSource) -> Format | None:
     return None if source.format == "auto" else as_format(source.format)
 
 
@@ -351,8 +338,8 @@ def _mixed(sources: list[SourceFacts]) -> Problem:
 def _combination_problems(data: Data, sources: dict[str, list[SourceFacts]]) -> list[Problem]:
     """Return the problems of keys that contradict each other: none may be accepted and then not used."""
     problems: list[Problem] = []
-    # A source that is a section has its own split, name and revision: those of `data` are of the others.
-    sources = {part: [each for each in found if not has_settings(each.key)] for part, found in sources.items()}
+    if data.sources is not None:  # each has its own split, name and revision: those of the section are of `eval`
+        sources = sources | {"train": []}
     if data.eval is not None and data.validation_fraction is not None:
         message = (
             f"data.validation_fraction={data.validation_fraction} conflicts with data.eval: both name validation data"
@@ -365,9 +352,8 @@ def _combination_problems(data: Data, sources: dict[str, list[SourceFacts]]) -> 
         )
         fix = "Set data.max_samples to at least 2, or remove data.validation_fraction"
         problems.append(Problem(code="DATA_TOO_SMALL", key="data.max_samples", message=message, fix=fix))
-    if data.eval_split is not None and (data.eval is None or data.eval_sets):
-        why = "each set of data.eval has its own split" if data.eval_sets else "data.eval is not given"
-        message = f"data.eval_split={data.eval_split} is not used: {why}"
+    if data.eval_split is not None and data.eval is None:
+        message = f"data.eval_split={data.eval_split} is not used: data.eval is not given"
         fix = "Set data.eval to the data set with that split, or remove data.eval_split"
         problems.append(Problem(code="DATA_SPLIT", key="data.eval_split", message=message, fix=fix))
     kinds = {part: {source.kind for source in found} for part, found in sources.items()}

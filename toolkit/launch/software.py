@@ -42,6 +42,7 @@ class Software:
     kernel_packages: tuple[str, ...] = ()
 
     @classmethod
+    @cache
     def here(cls) -> Software:
         """Read what is installed on this machine."""
         return cls(

@@ -122,7 +122,14 @@ class Answer:
                 f"the search ended after {found.seconds:.0f} s; arithmetic left {found.cut_short} clusters that might be as "
                 "good: --seconds gives it longer"
             )
-        if found.uncompiled:
+        if not found.compiled and question.said("train.torch_compile") is None:
+            clusters = "1 cluster" if found.uncompiled == 1 else f"{found.uncompiled} clusters"
+            counted = f", which might make {clusters} better" if found.uncompiled else ""
+            notes.append(
+                f"compiled layers (train.torch_compile) were not tried{counted}: --compiled tries them, and so do --write, --emit and "
+                "--report without --row"
+            )
+        elif found.uncompiled:
             notes.append(
                 f"compiled layers were not tried on {found.uncompiled} clusters that they might make better: --seconds gives the search longer"
             )

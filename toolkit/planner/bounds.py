@@ -104,11 +104,10 @@ class Setting(NamedTuple):
 
 
 class Foreseen(NamedTuple):
-    """Bytes that a card needs, its part that activations take, host memory of a machine, and seconds of a step, also uncorrected."""
+    """Bytes that a card needs, its part that activations take, and seconds of a step, also uncorrected."""
 
     required_bytes: float
     activation_bytes: float
-    host_bytes: float
     seconds: float
     plain_seconds: float
 
@@ -135,7 +134,7 @@ class Corrections:
 
     def memory_factor(self, setting: Setting) -> float:
         """Return the factor of activations."""
-        return self.memory.get(_memory_key(setting), 1.0)
+        return self.memory.get(_memory_key(setting), 1.0) if self.memory else 1.0
 
     def learn_time(self, gpu: Gpu, setting: Setting, foreseen: Foreseen, seconds: float) -> None:
         """Note the seconds that the cost of a step gave."""
@@ -145,6 +144,8 @@ class Corrections:
 
     def time_factor(self, gpu: Gpu, setting: Setting) -> float:
         """Return the factor of time: of the card with this engine and these kernels, else of what is most alike."""
+        if not self.time:
+            return 1.0
         return next((self.time[key] for key in _time_keys(gpu, setting) if key in self.time), 1.0)
 
 
@@ -166,13 +167,11 @@ def foresee(
     """Foresee memory and time of a setting on a cluster."""
     itemsize = itemsize_of(precision)
     activations = activation_bytes(shape, setting, itemsize) * corrections.memory_factor(setting)
-    states, host = state_bytes(shape, setting, itemsize, ranks=cluster.num_gpus)
-    seconds = step_seconds(shape, cluster, setting, precision, itemsize)
+    states, _ = state_bytes(shape, setting, itemsize, ranks=cluster.num_gpus)
+    seconds = step_seconds(shape, cluster, setting, precision, beside_passes(shape, cluster, setting, itemsize))
     return Foreseen(
         required_bytes=states + activations + OVERHEAD,
         activation_bytes=activations,
-        host_bytes=host / cluster.nodes
-        + (PROCESS_BYTES + inputs_on_host(shape, setting, itemsize)) * cluster.gpus_per_node,
         seconds=seconds * corrections.time_factor(cluster.gpu, setting),
         plain_seconds=seconds,
     )
@@ -256,9 +255,25 @@ def inputs_on_host(shape: Shape, setting: Setting, itemsize: int) -> float:
     return setting.micro * shape.sequence_length * itemsize * shape.hidden * shape.layers * setting.checkpointing
 
 
-def step_seconds(shape: Shape, cluster: Candidate, setting: Setting, precision: Precision, itemsize: int) -> float:
-    """Return the seconds of an optimizer step."""
+def beside_passes(shape: Shape, cluster: Candidate, setting: Setting, itemsize: int) -> tuple[float, float]:
+    """Return the seconds of collectives that the passes do not hide, and those of the optimizer: alike for all losses and kernels."""
     gpu = cluster.gpu
+    split = setting.tensor * setting.pipeline
+    dp_size = max(1, cluster.num_gpus // split)
+    tokens = setting.micro * setting.accumulation * shape.sequence_length
+    bandwidth = _MEMORY * (gpu.memory_bandwidth_bytes_per_second or 300e9)
+    return (
+        _communication(shape, cluster, setting, dp_size, split, itemsize, tokens),
+        _optimizer_seconds(shape, cluster, setting, bandwidth, dp_size=dp_size, split=split),
+    )
+
+
+def step_seconds(
+    shape: Shape, cluster: Candidate, setting: Setting, precision: Precision, beside: tuple[float, float]
+) -> float:
+    """Return the seconds of an optimizer step, those `beside_passes` among them."""
+    gpu = cluster.gpu
+    itemsize = itemsize_of(precision)
     split = setting.tensor * setting.pipeline
     dp_size = max(1, cluster.num_gpus // split)
     peak = gpu.flops_per_second("bf16" if precision == "fp8" else precision) or 20e12
@@ -281,11 +296,10 @@ def step_seconds(shape: Shape, cluster: Candidate, setting: Setting, precision: 
         host += passes * shape.layers * _HOST_SECONDS_OF_FETCHES
         gathered = itemsize * shape.parameters / split * (2 if dp_size == 1 else 1)
         device = _STAGE3_SHARE * device + passes * gathered / bandwidth
-    seconds: float = (device**_BLEND + host**_BLEND) ** (1 / _BLEND) + _communication(
-        shape, cluster, setting, dp_size, split, itemsize, tokens
-    )
+    collectives, optimizer = beside
+    seconds: float = (device**_BLEND + host**_BLEND) ** (1 / _BLEND) + collectives
     seconds *= 1 + (setting.pipeline - 1) / setting.accumulation
-    return seconds + _optimizer_seconds(shape, cluster, setting, bandwidth, dp_size=dp_size, split=split)
+    return seconds + optimizer
 
 
 def _head_seconds(shape: Shape, setting: Setting, itemsize: int, *, rate: float, bandwidth: float) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from toolkit.cost import StepTime, step_time
@@ -34,7 +34,6 @@ class Evaluator:
     Attributes:
         shape: The job in numbers.
         corrections: What the figures have shown of what arithmetic foresees.
-        started: Processor time after the first estimate, which imports torch and transformers; None before it.
     """
 
     def __init__(
@@ -44,13 +43,19 @@ class Evaluator:
         assert length is not None
         self.shape: Shape = shape_of(question.job, question.model, sequence_length=length)
         self.corrections = Corrections()
-        self.started: float | None = None
+        self._started: float | None = None
         self._question, self._estimator, self._found, self._price = question, estimator, found, price
+        self._plans: dict[tuple[Candidate, Setting], Plan] = {}
         self._known: dict[tuple[Candidate, Setting], Option | None] = {}
         self._most: dict[tuple[Candidate, object], float] = {}  # bytes by arithmetic that may fit, by cluster and group
         self._traced: set[object] = set()
         self._refused: set[tuple[str, int]] = set()  # sizes of axes that a rule refuses
         self._broken: set[tuple[str, object]] = set()  # cards and kernels with which the model cannot be traced
+
+    @property
+    def spent_seconds(self) -> float:
+        """Processor time since the first estimate, which imports torch: what other programs take of the machine is not counted."""
+        return 0.0 if self._started is None else self._estimator.processor_seconds - self._started
 
     @property
     def num_traces(self) -> int:
@@ -75,7 +80,7 @@ class Evaluator:
 
     def is_broken(self, cluster: Candidate, setting: Setting) -> bool:
         """Return whether the model cannot be traced with the kernels of a setting on these cards."""
-        return (cluster.gpu.name, setting.kind) in self._broken
+        return bool(self._broken) and (cluster.gpu.name, setting.kind) in self._broken
 
     def may_fit(self, cluster: Candidate, setting: Setting) -> bool:
         """Return whether a setting needs enough less than one of its group that did not fit, as arithmetic alone sees both."""
@@ -114,18 +119,34 @@ class Evaluator:
             found.failures[f"{cluster.gpu.name}, {describe_kernels(setting)}"] = error.problems
             return None
         finally:
-            self.started = time.process_time() if self.started is None else self.started
+            if self._started is None:
+                self._started = self._estimator.processor_seconds
         return Option(question=question, cluster=cluster, setting=setting, plan=plan, report=report, step=step)
 
+    def trace_ahead(self, wanted: Sequence[tuple[Candidate, Setting]]) -> None:
+        """Begin with the traces of settings that are likely to be evaluated."""
+        plans = []
+        for cluster, setting in wanted:
+            if not self.is_known(cluster, setting):
+                with suppress(ToolkitError):  # `evaluate` notes it
+                    plans.append(self._plan(cluster, setting))
+        self._estimator.trace_ahead(plans)
+
     def _evaluate(self, cluster: Candidate, setting: Setting) -> Option | None:
-        question = self._question
-        case = Scenario(job=question.job, model=question.model, gpu=cluster.gpu)
         try:
-            plan = case.changed(values_of(question, cluster, setting)).plan()
+            plan = self._plan(cluster, setting)
         except ToolkitError as error:
             self._note_refusal(cluster, setting, error)
             return None
         return self.price_plan(cluster, setting, plan)
+
+    def _plan(self, cluster: Candidate, setting: Setting) -> Plan:
+        key = (cluster, setting)
+        if key not in self._plans:
+            question = self._question
+            case = Scenario(job=question.job, model=question.model, gpu=cluster.gpu)
+            self._plans[key] = case.changed(values_of(question, cluster, setting)).plan()
+        return self._plans[key]
 
     def _note_refusal(self, cluster: Candidate, setting: Setting, error: ToolkitError) -> None:
         """Keep what the rules say of a setting; a size of an axis that they refuse is not tried again."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from toolkit.planner.search import Progress
 
 # Seconds after which a search among clusters ends with what it has.
-DEFAULT_SECONDS = 8.0
+DEFAULT_SECONDS = 30.0
 
 # Card that stands in where the cluster is sought: every candidate puts its own in its place.
 _PLACEHOLDER = "h100-sxm-80gb"
@@ -62,6 +62,7 @@ def plan(
     prices: str | Path | None = None,
     spot: bool = False,
     liger: bool | None = None,
+    compiled: bool | None = None,
     seconds: float | int | None = DEFAULT_SECONDS,
 ) -> Answer:
     """Find which machines to rent for a job, and the fastest settings on them; on the job's own cluster, the settings alone.
@@ -87,6 +88,8 @@ def plan(
         spot: Whether machines that may be taken away are rented, at their price.
         liger: Whether Liger's kernels may be chosen. By default on clusters that are sought, where they can be installed, and
             on the job's own if they are installed here.
+        compiled: Whether layers may be compiled where the job leaves that open. By default on the job's own cluster alone: the traces
+            of compiled layers take longest, and the answer says that they were not tried.
         seconds: Time after which a search among clusters ends with what it has; None for no limit.
 
     Raises:
@@ -109,6 +112,7 @@ def plan(
             prices=None if prices is None else str(prices),
             spot=spot,
             liger=liger,
+            compiled=compiled,
         )
         for each in read_methods(method)
     ]
@@ -132,6 +136,7 @@ def ask(
     prices: str | None = None,
     spot: bool = False,
     liger: bool | None = None,
+    compiled: bool | None = None,
 ) -> Question:
     """Read what is asked, without torch; arguments are those of `plan`, with `overrides` as `--set` has them.
 
@@ -187,6 +192,7 @@ def ask(
         budget_usd=budget_usd,
         deadline_hours=deadline_hours,
         liger=liger if liger is not None else seeks or _has_liger(),
+        compiled=compiled if compiled is not None else not seeks,
         assumptions=(*assumed, *assumption),
     )
 
@@ -242,12 +248,18 @@ def search(
 ) -> Found:
     """Search the clusters of a question, or the settings of its own."""
     from toolkit.memory.search.estimator import Estimator
+    from toolkit.planner.options import within_limits
     from toolkit.planner.search import Search
 
-    searched = Search(question, estimator or Estimator(), seconds=seconds, watch=watch)
+    made = estimator or Estimator()
+    searched = Search(question, made, seconds=seconds, watch=watch)
     if question.seeks_cluster:
         offered = candidate_clusters(question.gpus, question.prices, max_gpus=question.max_gpus, spot=question.spot)
-        return searched.run(offered)
+        found = searched.run(offered)
+        is_open = not question.compiled and question.said("train.torch_compile") is None
+        if is_open and not within_limits(question, found.options):  # an answer without a plan has left nothing out
+            return Search(replace(question, compiled=True), made, seconds=seconds, watch=watch).run(offered)
+        return found
     case = Scenario(job=question.job, model=question.model, gpu=question.gpus[0])
     return searched.run_on(own_cluster(question), default=case.plan())
 

@@ -99,7 +99,8 @@ class Found:
         num_estimates: Exact estimates made.
         seconds: Time of the search.
         cut_short: Clusters that were left with what arithmetic foresees, because the time was over.
-        uncompiled: Clusters on which compiled layers might be better and were not tried, because the time was over.
+        uncompiled: Clusters on which compiled layers might be better and were not tried, because the time was over or nobody asked for them.
+        compiled: Whether compiled layers were to be tried.
         best_foreseen: The best that arithmetic foresees on clusters that cannot hold the job: cluster, setting and bytes.
     """
 
@@ -113,6 +114,7 @@ class Found:
     seconds: float = 0.0
     cut_short: int = 0
     uncompiled: int = 0
+    compiled: bool = True
     best_foreseen: list[tuple[Candidate, Setting, Foreseen]] = field(default_factory=list)
 
 
@@ -151,18 +153,24 @@ def compiled_at_best(option: Option) -> float:
 def recommend(question: Question, options: Sequence[Option]) -> Option:
     """Return the option to take: by the limits that were given, and without limits the one with the least hours × USD."""
     budget, deadline = question.budget_usd, question.deadline_hours
-    within = [
-        option
-        for option in options
-        if (budget is None or (option.usd is not None and option.usd <= budget))
-        and (deadline is None or option.hours <= deadline)
-    ]
+    within = within_limits(question, options)
     front = pareto_front(within or options)
     if not question.seeks_cluster:
         return fastest(within or options)
     if deadline is not None:
         return front[0]
     return front[-1] if budget is not None else min(front, key=lambda option: option.hours * (option.usd or 1.0))
+
+
+def within_limits(question: Question, options: Sequence[Option]) -> list[Option]:
+    """Return the options within the budget and the deadline."""
+    budget, deadline = question.budget_usd, question.deadline_hours
+    return [
+        option
+        for option in options
+        if (budget is None or (option.usd is not None and option.usd <= budget))
+        and (deadline is None or option.hours <= deadline)
+    ]
 
 
 def fastest(options: Sequence[Option]) -> Option:

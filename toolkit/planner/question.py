@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from toolkit.catalog.gpus import Gpu, find_in, load_catalogue
@@ -60,6 +62,7 @@ class Question:
         budget_usd: Most that the run may cost.
         deadline_hours: Longest that it may take.
         liger: Whether Liger's kernels may be chosen: installed here, or assumed to be installed there.
+        compiled: Whether compiled layers are tried where the job leaves them open.
         assumptions: What was assumed for what nobody said.
     """
 
@@ -75,6 +78,7 @@ class Question:
     budget_usd: float | None
     deadline_hours: float | None
     liger: bool
+    compiled: bool
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -184,7 +188,12 @@ def dropout_of(job: Job, model: ModelSpec) -> str | None:
     """Return the first dropout above 0 of a job or its model, as `name=value`; None without."""
     if job.train.method != "full" and job.train.adapters.lora_dropout:
         return f"lora_dropout={job.train.adapters.lora_dropout:g}"
-    config = model.config
+    return _dropout_in(model.config_json)
+
+
+@cache
+def _dropout_in(config_json: str) -> str | None:
+    config = json.loads(config_json)
     text = config.get("text_config")
     for section in (config, text if isinstance(text, dict) else {}):
         for name, value in section.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from toolkit.config.job import Precision
 from toolkit.planner.bounds import (
@@ -11,15 +13,17 @@ from toolkit.planner.bounds import (
     Foreseen,
     Setting,
     activation_bytes,
+    beside_passes,
     foresee,
     inputs_on_host,
     state_bytes,
+    step_seconds,
 )
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.evaluate import Evaluator
 from toolkit.planner.question import Question
 from toolkit.planner.shape import itemsize_of, precision_on
-from toolkit.planner.space import LAST_RESORTS, batches, engines, layouts, modes, shares_recomputed
+from toolkit.planner.space import LAST_RESORTS, Mode, batches, engines, layouts, modes, shares_recomputed
 from toolkit.planning.offload import PROFILES
 
 # A card is filled up to this share by what is only foreseen; an exact estimate decides.
@@ -32,46 +36,73 @@ class Ranking:
     Args:
         question: What is asked.
         evaluator: Knows what is refused and broken, and how to correct what is foreseen.
+
+    Attributes:
+        compiled: Whether compiled layers are among the settings where the job leaves that open.
     """
 
     def __init__(self, question: Question, evaluator: Evaluator) -> None:
         self._question, self._evaluator = question, evaluator
+        self.compiled = question.compiled
         self._activation_bytes: dict[object, float] = {}
 
     def rank(self, cluster: Candidate) -> tuple[list[tuple[Foreseen, Setting]], tuple[Foreseen, Setting] | None]:
         """Return the settings that may fit, the fastest first, and if none does the one that lacks least."""
         question, shape, corrections = self._question, self._evaluator.shape, self._evaluator.corrections
         capacity = (cluster.gpu.memory_bytes or 0) * _FILL - OVERHEAD
-        host = cluster.host_memory_bytes
         precision = precision_on(question.job, cluster.gpu)
         itemsize = itemsize_of(precision)
         fitting: list[tuple[Foreseen, Setting]] = []
-        nearest: tuple[float, Setting] | None = None
-        for group in self._groups(cluster, precision):
-            states, on_host = state_bytes(shape, group[0][-1], itemsize, ranks=cluster.num_gpus)
-            room = float("inf") if host is None else host / cluster.gpus_per_node - PROCESS_BYTES
-            room -= on_host / cluster.num_gpus
-            if room < 0:
+        for states, room, group in self._held(cluster, precision):
+            if states > capacity:
                 continue
-            for shares in group:  # from no recomputation to the most: the first that fits is the fastest
-                if self._evaluator.is_broken(cluster, shares[0]):
-                    continue
+            beside: dict[tuple[int, int, float], tuple[float, float]] = {}
+            for shares in group():  # from no recomputation to the most: the first that fits is the fastest
                 for setting in shares:
-                    if inputs_on_host(shape, setting, itemsize) > room:
+                    activations = self._activations(setting, itemsize) * corrections.memory_factor(setting)
+                    taken = states + activations
+                    if taken > capacity or inputs_on_host(shape, setting, itemsize) > room:
                         continue
-                    taken = states + self._activations(setting, itemsize) * corrections.memory_factor(setting)
-                    if taken <= capacity:
-                        fitting.append((foresee(shape, cluster, setting, precision, corrections), setting))
-                        break
-                    if nearest is None or taken < nearest[0]:
-                        nearest = taken, setting
+                    alike = setting.micro, setting.accumulation, setting.checkpointing
+                    if alike not in beside:
+                        beside[alike] = beside_passes(shape, cluster, setting, itemsize)
+                    seconds = step_seconds(shape, cluster, setting, precision, beside[alike])
+                    corrected = seconds * corrections.time_factor(cluster.gpu, setting)
+                    fitting.append((Foreseen(taken + OVERHEAD, activations, corrected, seconds), setting))
+                    break
         usual = [each for each in fitting if each[1].offload not in LAST_RESORTS]
         if usual and question.said("parallel.offload") is None:
             fitting = usual
         fitting.sort(key=lambda each: each[0].seconds)
-        if fitting or nearest is None:
+        if fitting:
             return fitting, None
-        return [], (foresee(shape, cluster, nearest[1], precision, corrections), nearest[1])
+        nearest = self._nearest(cluster, precision)
+        return [], None if nearest is None else (foresee(shape, cluster, nearest, precision, corrections), nearest)
+
+    def _nearest(self, cluster: Candidate, precision: Precision) -> Setting | None:
+        """Return the setting of a cluster that needs least of its cards, of those whose state the hosts hold."""
+        shape, itemsize = self._evaluator.shape, itemsize_of(precision)
+        nearest: tuple[float, Setting] | None = None
+        for states, room, group in self._held(cluster, precision):
+            for setting in itertools.chain.from_iterable(group()):
+                if inputs_on_host(shape, setting, itemsize) <= room:
+                    factor = self._evaluator.corrections.memory_factor(setting)
+                    taken = states + self._activations(setting, itemsize) * factor
+                    if nearest is None or taken < nearest[0]:
+                        nearest = taken, setting
+        return None if nearest is None else nearest[1]
+
+    def _held(
+        self, cluster: Candidate, precision: Precision
+    ) -> Iterator[tuple[float, float, Callable[[], Iterator[list[Setting]]]]]:
+        """Yield groups of settings whose state the hosts hold: bytes of state of a card, room of its host, and the settings."""
+        host, itemsize = cluster.host_memory_bytes, itemsize_of(precision)
+        for first, group in self._groups(cluster, precision):
+            states, on_host = state_bytes(self._evaluator.shape, first, itemsize, ranks=cluster.num_gpus)
+            room = float("inf") if host is None else host / cluster.gpus_per_node - PROCESS_BYTES
+            room -= on_host / cluster.num_gpus
+            if room >= 0:
+                yield states, room, group
 
     def _activations(self, setting: Setting, itemsize: int) -> float:
         key = (*setting.kind, setting.micro, setting.checkpointing, setting.keeps_inputs_on_host, itemsize)
@@ -79,36 +110,66 @@ class Ranking:
             self._activation_bytes[key] = activation_bytes(self._evaluator.shape, setting, itemsize)
         return self._activation_bytes[key]
 
-    def _groups(self, cluster: Candidate, precision: Precision) -> Iterator[list[list[Setting]]]:
-        """Yield the settings of a cluster by what decides on the bytes of state; in a list of its own each that recomputes alone differs in."""
+    def _groups(
+        self, cluster: Candidate, precision: Precision
+    ) -> Iterator[tuple[Setting, Callable[[], Iterator[list[Setting]]]]]:
+        """Yield the settings of a cluster by what decides on the bytes of state: one of them, and a function that makes all.
+
+        In a list of its own is each that differs in recomputation alone; kernels with which the model cannot be traced are left out.
+        """
         question = self._question
         recomputed: Sequence[float] = shares_recomputed(question)
         for tensor, pipeline in layouts(question, self._evaluator.shape, cluster):
             if self._evaluator.is_refused(tensor=tensor, pipeline=pipeline):
                 continue
             sizes = list(batches(question, cluster, split=tensor * pipeline, pipeline=pipeline))
+            kinds: dict[int, list[Mode]] = {}  # by ZeRO stage
             for stage, offload, ratio in engines(question, cluster, tensor=tensor, pipeline=pipeline):
-                kinds = list(modes(question, stage=stage, tensor=tensor, pipeline=pipeline, precision=precision))
-                found = [
-                    [
-                        Setting(
-                            tensor=tensor,
-                            pipeline=pipeline,
-                            stage=stage,
-                            offload=offload,
-                            micro=micro,
-                            accumulation=accumulation,
-                            checkpointing=share,
-                            loss=loss,
-                            kernels=kernels,
-                            compiled=compiled,
-                            offload_ratio=ratio,
-                        )
-                        for share in recomputed
-                        if share or not PROFILES[offload].activations
-                    ]
-                    for micro, accumulation in sizes
-                    for loss, kernels, compiled in kinds
+                if stage not in kinds:
+                    found = modes(
+                        question,
+                        stage=stage,
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        precision=precision,
+                        compiles=self.compiled,
+                    )
+                    kinds[stage] = list(found)
+                shares = [share for share in recomputed if share or not PROFILES[offload].activations]
+                if not (sizes and kinds[stage] and shares):
+                    continue
+                (micro, accumulation), (loss, kernels, compiled) = sizes[0], kinds[stage][0]
+                first = Setting(
+                    tensor,
+                    pipeline,
+                    stage,
+                    offload,
+                    micro,
+                    accumulation,
+                    shares[-1],
+                    loss,
+                    kernels,
+                    compiled,
+                    ratio,
+                )
+                yield first, partial(self._expand, cluster, first, shares, sizes, kinds[stage])
+
+    def _expand(
+        self,
+        cluster: Candidate,
+        first: Setting,
+        shares: Sequence[float],
+        sizes: Sequence[tuple[int, int]],
+        kinds: Sequence[Mode],
+    ) -> Iterator[list[Setting]]:
+        tensor, pipeline, stage, offload, *_, ratio = first
+        for micro, accumulation in sizes:
+            for loss, kernels, compiled in kinds:
+                made = [
+                    Setting(
+                        tensor, pipeline, stage, offload, micro, accumulation, share, loss, kernels, compiled, ratio
+                    )
+                    for share in shares
                 ]
-                if found and found[0]:
-                    yield found
+                if not self._evaluator.is_broken(cluster, made[0]):
+                    yield made

@@ -79,8 +79,7 @@ class Search:
         question: What is asked.
         estimator: Makes exact estimates, and keeps their traces.
         watch: Called with the progress.
-        seconds: Processor time after which the search ends with what it has, counted from its first estimate, which imports
-            torch; None for no limit.
+        seconds: Processor time after which the search ends with what it has, as `Evaluator.spent_seconds` counts it; None for no limit.
         price: Gives the time of a step.
     """
 
@@ -94,7 +93,7 @@ class Search:
         price: Callable[..., StepTime] = step_time,
     ) -> None:
         self._question, self._watch, self._limit = question, watch, seconds
-        self.found = Found()
+        self.found = Found(compiled=question.compiled)
         self._evaluator = Evaluator(question, estimator, self.found, price=price)
         self._ranking = Ranking(question, self._evaluator)
         self.rank, self.evaluate = self._ranking.rank, self._evaluator.evaluate
@@ -122,6 +121,7 @@ class Search:
                 found.cut_short = len(left)
                 break
             cluster = self._choose(left, turn=found.num_estimates)
+            self._trace_ahead(cluster, left)
             del sites[cluster]
             self._tell(f"{cluster.name}", decided=found.num_foreseen - len(left))
             best = self.settle(cluster)
@@ -222,6 +222,7 @@ class Search:
             beside += sorted(smaller, key=lambda each: -each.micro)[:1]
         larger = [each for each in ranked if like(each, *axes) and each.micro > setting.micro]
         beside += sorted(larger, key=lambda each: -each.micro)[:1]
+        self._evaluator.trace_ahead([(cluster, each) for each in beside])
         options = [each for each in (best, *(self.evaluate(cluster, each) for each in beside)) if each is not None]
         return fastest([each for each in options if each.fits])
 
@@ -233,6 +234,11 @@ class Search:
         """
         found, tried = self.found, set[Candidate]()
         if self._question.said("train.torch_compile") is not None:
+            return
+        if not self._question.compiled:
+            self._ranking.compiled = True
+            found.uncompiled = len(self._worth_compiling(without, tried, {}))
+            self._ranking.compiled = False
             return
         learned: dict[str, float] = {}  # exact seconds over the bound, by architecture
         while True:
@@ -347,6 +353,13 @@ class Search:
         )
         return min(left, key=orders[turn % len(orders)])
 
+    def _trace_ahead(self, cluster: Candidate, left: dict[Candidate, tuple[float, float]]) -> None:
+        """Begin with the traces of a cluster that is settled now, and of the one that is likely to be the next."""
+        others = {each: figures for each, figures in left.items() if each is not cluster}
+        following = [self._choose(others, turn=self.found.num_estimates + 1)] if others else []
+        wanted = [(each, self._next(each, None, compiled=False, safest=False)) for each in (cluster, *following)]
+        self._evaluator.trace_ahead([(each, setting) for each, setting in wanted if setting is not None])
+
     def _look_nearby(self) -> None:
         """Estimate exactly the clusters that lack least by arithmetic, so that an answer without a plan has figures."""
         nearby = sorted(
@@ -361,9 +374,7 @@ class Search:
                 self.found.nearly.append(option)
 
     def _is_late(self, *, factor: float = 1.0) -> bool:
-        # Of this process alone: what other programs take of the machine is not the search's.
-        spent = 0.0 if self._evaluator.started is None else time.process_time() - self._evaluator.started
-        return self._limit is not None and spent > factor * self._limit
+        return self._limit is not None and self._evaluator.spent_seconds > factor * self._limit
 
     def _tell(self, doing: str, *, decided: int) -> None:
         options = self.found.options

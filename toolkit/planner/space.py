@@ -102,8 +102,10 @@ def _profiles(job: Job, *, stage: int, pipeline: int) -> list[Offload]:
     return found
 
 
-def modes(question: Question, *, stage: int, tensor: int, pipeline: int, precision: str) -> Iterator[Mode]:
-    """Yield losses, kernels and whether layers are compiled."""
+def modes(
+    question: Question, *, stage: int, tensor: int, pipeline: int, precision: str, compiles: bool = True
+) -> Iterator[Mode]:
+    """Yield losses, kernels and whether layers are compiled, which may be left out where the job does not say so itself."""
     said_loss, said_kernels = question.said("train.loss"), question.said("train.kernels")
     said_compile = question.said("train.torch_compile")
     data = question.job.data
@@ -112,7 +114,7 @@ def modes(question: Question, *, stage: int, tensor: int, pipeline: int, precisi
     norms = liger and question.model.model_type not in PLAIN_MODEL_TYPES
     kernels: list[Kernels] = ["eager", "liger"] if norms else ["eager"]
     fixed = stage == 3 or pipeline > 1 or tensor > 1 or (data is not None and data.packing == "separated")
-    compiled = [False] if fixed else [False, True]
+    compiled = [False] if fixed or not compiles else [False, True]
     for loss, kernel, compiles in itertools.product(
         [said_loss] if said_loss is not None else losses,
         [said_kernels] if said_kernels is not None else kernels,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,11 @@ class Estimator:
                 asked[key] = (plan, changes)
         self._tracing.trace_ahead(list(asked.values()))
 
+    @property
+    def processor_seconds(self) -> float:
+        """Processor time of this process, and of the traces that others have made for it."""
+        return time.process_time() + self._tracing.processor_seconds
+
     def close(self) -> None:
         """End the processes that make traces; without them this one does."""
         self._tracing.close()
@@ -152,7 +158,10 @@ class Estimator:
             stages = f", {plan.grid.pp} stages" if plan.grid.pp > 1 else ""
             line = f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens"
             self._traces[key] = self._tracing.ranks(plan, changes, notify=lambda: self.notify(line))
-            self.stored.keep_traces(self._stored_key(plan, changes), self._traces[key])
+            stored = self._stored_key(plan, changes)
+            self.stored.keep_traces(stored, self._traces[key])
+            if stored is not None:
+                self._read[stored] = self._traces[key]
         return self._traces[key]
 
     def _kept(self, plan: Plan, changes: Mapping[str, Any]) -> Traces | None:

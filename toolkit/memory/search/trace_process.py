@@ -32,11 +32,15 @@ class TraceProcess:
 
     Args:
         serve: Called there when torch is imported: `toolkit.memory.search.tracing.answer_questions`, or what imports it first.
+
+    Attributes:
+        processor_seconds: Processor time of the answers so far, without imports.
     """
 
     def __init__(self, serve: Callable[[Connection], None]) -> None:
         self._connection, other = Pipe()
         parent = os.getpid()
+        self.processor_seconds = 0.0
         self._asked: deque[list[str]] = deque()
         self._answers: dict[str, tuple[Any, BaseException | None]] = {}
         self._child = os.fork()
@@ -68,9 +72,10 @@ class TraceProcess:
         self.ask(plain, {key: question})
         while key not in self._answers:
             try:
-                answers = self._connection.recv()
+                answers, spent = self._connection.recv()
             except (EOFError, OSError):
                 raise ProcessEndedError from None
+            self.processor_seconds += spent
             self._answers |= zip(self._asked.popleft(), map(pickle.loads, answers), strict=True)
         value, error = self._answers[key]
         if error is not None:

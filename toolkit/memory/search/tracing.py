@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -37,6 +38,11 @@ class Tracing(Protocol):
     @property
     def num_traces(self) -> int:
         """Traces of ranks made so far."""
+        ...
+
+    @property
+    def processor_seconds(self) -> float:
+        """Processor time of the traces that other processes have made."""
         ...
 
     def ranks(self, plan: Plan, changes: Changes, *, notify: Callable[[], None]) -> Traces:
@@ -74,6 +80,7 @@ class LocalTracing:
         self._importing, self._processes = importing, processes
         self._tracers: dict[str, StageTracer] = {}
         self._made: dict[str, Traces] = {}
+        self.processor_seconds = 0.0  # this process counts its own
 
     @property
     def num_traces(self) -> int:
@@ -142,6 +149,11 @@ class TracingElsewhere:
         """Traces of ranks made so far."""
         return len(self._traced)
 
+    @property
+    def processor_seconds(self) -> float:
+        """Processor time of the traces that other processes have made."""
+        return sum(process.processor_seconds for process in self._processes.values())
+
     def ranks(self, plan: Plan, changes: Changes, *, notify: Callable[[], None] = lambda: None) -> Traces:
         """Return the traces of a plan's ranks, and call `notify` before it makes them."""
         notify()
@@ -195,7 +207,14 @@ def answer_questions(connection: Connection) -> None:
             gc.freeze()  # many traces leave garbage, of which the modules that are imported are no part
             gc.enable()
         calls = [partial(pickled_call, partial(getattr(local, name), *rest)) for name, rest in questions]
-        connection.send(call_spread(calls, processes=processes))
+        began = _processor_seconds()
+        answers = call_spread(calls, processes=processes)
+        connection.send((answers, _processor_seconds() - began))
+
+
+def _processor_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def is_plain(plan: Plan) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.memory.kernels.operations import Operation
 from toolkit.pipeline_schedule import StageSpec
@@ -40,7 +40,6 @@ class Parameter:
         trainable: Whether it has a gradient.
         module: Path of the module that owns it.
         dense_numel: Elements over all tensor ranks, without replicas and padding.
-        shape: Its dimensions.
     """
 
     name: str
@@ -49,14 +48,6 @@ class Parameter:
     trainable: bool
     module: str
     dense_numel: int
-    shape: tuple[int, ...]
-
-    @property
-    def num_sums(self) -> int:
-        """Number of its rows and columns, those of each matrix of a stack; of a vector its elements."""
-        if len(self.shape) < 2:
-            return self.numel
-        return self.numel // self.shape[-1] + self.numel // self.shape[-2]
 
     @property
     def size(self) -> int:
@@ -99,6 +90,10 @@ class Marker:
     backward: bool = False
     place: LayerRef = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle quickly, as `ResolvedEvent`."""
+        return Marker, (self.kind, self.name, self.layer, self.size, self.backward, self.place)
+
 
 @dataclass(frozen=True, slots=True)
 class Release:
@@ -125,6 +120,10 @@ class ResolvedEvent:
 
     event: Event
     name: str = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle quickly: a trace has thousands, and comes from another process."""
+        return ResolvedEvent, (self.event, self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

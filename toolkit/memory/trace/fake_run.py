@@ -42,7 +42,7 @@ from toolkit.memory.trace.fake_ops import FakeOpRule, disable_layer_dropout, inp
 from toolkit.memory.trace.representatives import LayerStack, find_stacks, in_adapters, prune_layers
 from toolkit.memory.trace.segments import LayerSegmenter, StageBoundary
 from toolkit.memory.trace.spec import PADDED, TraceSpec
-from toolkit.memory.trace.stage_layers import prune_to_part
+from toolkit.memory.trace.stage_layers import WholeModel, prune_to_part
 from toolkit.modeling.build import add_adapters, construct_empty, finish_model, shard_model
 from toolkit.modeling.checkpointing import layers_to_checkpoint
 from toolkit.modeling.fused_kernels import find_fusable
@@ -268,20 +268,47 @@ class _Pruned:
 # Models of few layers, as they were constructed: variants of a job differ in what is done to them.
 _CONSTRUCTED: dict[Hashable, tuple[Any, _Pruned]] = {}
 _MOST_CONSTRUCTED = 4
+# Whole models, of which stages of a pipeline are copied.
+_WHOLE: dict[Hashable, WholeModel] = {}
+_MOST_WHOLE = 2
+
+
+def whole_model(spec: TraceSpec, config: PreTrainedConfig) -> WholeModel:
+    """Return the whole model on the meta device, constructed once for all its stages; the card of `spec` must be there."""
+    own = configured(spec, config)
+    key = _model_key(spec, own)
+    if key not in _WHOLE:
+        made = WholeModel.of(construct_empty(own, spec))
+        while len(_WHOLE) >= _MOST_WHOLE:
+            del _WHOLE[next(iter(_WHOLE))]
+        _WHOLE[key] = made
+    return _WHOLE[key]
+
+
+def _model_key(spec: TraceSpec, config: Any) -> tuple[Any, ...]:
+    """Return a key of all that the construction of a model depends on."""
+    text = config.get_text_config(decoder=True)
+    # What runs the experts and attention is not part of a configuration's JSON.
+    private = tuple(getattr(text, name, None) for name in ("_attn_implementation", "_experts_implementation"))
+    return type(config), config.to_json_string(use_diff=False), private, spec.attention, spec.dtype
 
 
 def _construct_pruned(
     spec: TraceSpec, config: PreTrainedConfig, part: StageSpec | None, *, all_layers: bool
 ) -> tuple[Any, _Pruned]:
     """Return the model on the meta device with the layers that are traced, and what is known of them."""
+    if part is not None and not all_layers and not spec.trust_remote_code:
+        whole = whole_model(spec, config)
+        layers: Any = whole.model.get_submodule(whole.prefix)
+        own_layers: Any = nn.ModuleList(layers[index] for chunk in part.chunks for index in chunk)
+        again = layers_to_checkpoint(own_layers, fraction=spec.checkpointing)
+        empty, stacks, small, few = whole.part(part, checkpointed=again)
+        return empty, _Pruned(stacks=stacks, checkpointed=few, part=small)
     own = configured(spec, config)
     if part is not None or all_layers or spec.trust_remote_code:
         empty = construct_empty(own, spec)
         return empty, _prune(spec, empty, part, all_layers=all_layers)
-    text = own.get_text_config(decoder=True)
-    # What runs the experts and attention is not part of a configuration's JSON.
-    private = tuple(getattr(text, name, None) for name in ("_attn_implementation", "_experts_implementation"))
-    key = type(own), own.to_json_string(use_diff=False), private, spec.attention, spec.dtype, spec.checkpointing
+    key = *_model_key(spec, own), spec.checkpointing
     if key not in _CONSTRUCTED:
         empty = construct_empty(own, spec)
         while len(_CONSTRUCTED) >= _MOST_CONSTRUCTED:

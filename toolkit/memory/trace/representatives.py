@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,7 +71,7 @@ def find_stacks(
 
 def kinds_of(model: nn.Module, layers: nn.ModuleList, *, checkpointed: Sequence[nn.Module] = ()) -> list[Hashable]:
     """Return the kind of each layer of a list: structure, entries in the configuration's lists, and whether it recomputes."""
-    numbering = _numbering(layers)
+    numbering = numbering_of(layers)
     types = layer_types(model, len(layers))
     recompute = set(map(id, checkpointed))
     return [(_structure(layer, numbering), types[index], id(layer) in recompute) for index, layer in enumerate(layers)]
@@ -114,17 +115,48 @@ def prune_layers(model: nn.Module, stacks: Sequence[LayerStack]) -> None:
     for stack in stacks:
         if len(stack.kept) == stack.num_layers:
             continue
-        parent, _, name = stack.prefix.rpartition(".")
         layers = model.get_submodule(stack.prefix)
         assert isinstance(layers, nn.ModuleList)
-        numbering = _numbering(layers)
-        setattr(model.get_submodule(parent), name, nn.ModuleList(layers[index] for index in stack.kept))
-        for position, index in enumerate(stack.kept):
-            modules = dict(layers[index].named_modules())
-            for (path, attribute), shift in numbering.items():
-                if path in modules and hasattr(modules[path], attribute):
-                    setattr(modules[path], attribute, position + shift)
-        _select(_config_of(model, stack.prefix), stack)
+        numbering = numbering_of(layers)
+        _put(model, stack.prefix, nn.ModuleList(layers[index] for index in stack.kept))
+        _renumber(model, stack, numbering)
+
+
+def copy_pruned(
+    model: nn.Module, stack: LayerStack, numbering: Numbering, along: Sequence[nn.Module]
+) -> tuple[Any, list[nn.Module]]:
+    """Return a copy of a model with the traced layers alone, and the copies of some of its modules.
+
+    Args:
+        model: Whole model, which stays as it is; no other layer is copied.
+        stack: Layers to keep.
+        numbering: That of all layers.
+        along: Modules inside the layers that are kept.
+    """
+    layers: Any = model.get_submodule(stack.prefix)
+    _put(model, stack.prefix, nn.ModuleList(layers[index] for index in stack.kept))
+    try:
+        made, found = copy.deepcopy((model, list(along)))
+    finally:
+        _put(model, stack.prefix, layers)
+    _renumber(made, stack, numbering)
+    return made, found
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+def _renumber(model: nn.Module, stack: LayerStack, numbering: Numbering) -> None:
+    """Let the layers that are left count from 0, and the configuration list them alone."""
+    layers: Any = model.get_submodule(stack.prefix)
+    for position, layer in enumerate(layers):
+        modules = dict(layer.named_modules())
+        for (path, attribute), shift in numbering.items():
+            if path in modules and hasattr(modules[path], attribute):
+                setattr(modules[path], attribute, position + shift)
+    _select(_config_of(model, stack.prefix), stack)
 
 
 def in_adapters(model: nn.Module, stack: LayerStack) -> LayerStack:
@@ -142,7 +174,7 @@ def _config_of(model: nn.Module, path: str) -> Any:
     return next((module.config for module in reversed(around) if hasattr(module, "config")), None)
 
 
-def _numbering(layers: nn.ModuleList) -> Numbering:
+def numbering_of(layers: nn.ModuleList) -> Numbering:
     """Find the attributes that number the layers, such as `layer_idx`: they do not make layers differ."""
     shifts: dict[tuple[str, str], list[int]] = {}
     for index, layer in enumerate(layers):

@@ -19,15 +19,12 @@ from toolkit.forks import call_spread
 from toolkit.memory.kernels.routing import collects_router_logits
 from toolkit.memory.trace.events import MemoryTrace, Parameter, StageLayout, Traces
 from toolkit.memory.trace.failure import unknown_architecture
-from toolkit.memory.trace.fake_run import TraceRun, card_of, configured, run_fake, trace_once
-from toolkit.memory.trace.representatives import kinds_of, layer_types
+from toolkit.memory.trace.fake_run import TraceRun, card_of, run_fake, trace_once, whole_model
 from toolkit.memory.trace.spec import TraceSpec
 from toolkit.memory.trace.stage_layers import Pruned, choose
 from toolkit.modeling.architecture import import_architecture, model_config
-from toolkit.modeling.build import construct_empty
 from toolkit.modeling.checkpointing import evenly_spaced
 from toolkit.pipeline_parallel import StageSpec
-from toolkit.pipeline_parallel.decoder_layout import find_layers
 from toolkit.planning.plan import Plan
 
 __all__ = ["MemoryTrace", "Parameter", "StageTracer", "trace", "trace_model", "trace_ranks"]
@@ -125,7 +122,9 @@ class StageTracer:
 
     def __init__(self, config: PreTrainedConfig, spec: TraceSpec) -> None:
         self._config, self._spec = config, spec
-        self._prefix, self._kinds, self._types = self._read_layers()
+        with card_of(spec):
+            whole = whole_model(spec, config)
+        self._prefix, self._kinds, self._types = whole.prefix, whole.kinds, whole.types
         self._runs: dict[Hashable, TraceRun] = {}
         self._traces: dict[Hashable, MemoryTrace] = {}
 
@@ -206,13 +205,3 @@ class StageTracer:
         share = self._spec.checkpointing
         chosen = {own[index] for index in evenly_spaced(len(own), share)} if share else set()
         return [index in chosen for index in range(part.num_layers)]
-
-    def _read_layers(self) -> tuple[str, list[int], list[Hashable]]:
-        """Return the path of the layers, the number of each one's kind, and its entries in the configuration."""
-        with card_of(self._spec):
-            model = construct_empty(configured(self._spec, self._config), self._spec)
-        prefix = find_layers(model)
-        layers: Any = model.get_submodule(prefix)
-        numbers: dict[Hashable, int] = {}
-        kinds = [numbers.setdefault(kind, len(numbers)) for kind in kinds_of(model, layers)]
-        return prefix, kinds, list(layer_types(model, len(layers)))

@@ -8,7 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.memory.trace.representatives import LayerStack, kinds_of, layer_types, prune_layers, select_representatives
+from toolkit.memory.trace.representatives import (
+    LayerStack,
+    Numbering,
+    copy_pruned,
+    kinds_of,
+    layer_types,
+    numbering_of,
+    prune_layers,
+    select_representatives,
+)
 from toolkit.pipeline_parallel import StageSpec
 from toolkit.pipeline_parallel.decoder_layout import find_layers
 
@@ -57,6 +66,57 @@ def choose_all(prefix: str, part: StageSpec) -> Pruned:
     own = [list(chunk) for chunk in part.chunks]
     others = {index for index in range(part.num_layers) if not part.owns(index)}
     return _pruned(prefix, part, own, [tuple(range(len(chunk))) for chunk in part.chunks], others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """A model on the meta device of which stages are copied, and what is known of its layers.
+
+    Args:
+        model: The model, its weights not tied yet.
+        prefix: Path of its list of layers.
+        kinds: Number of each layer's kind.
+        types: Entries of each layer in the configuration.
+        numbering: Attributes that number the layers.
+    """
+
+    model: Any
+    prefix: str
+    kinds: tuple[int, ...]
+    types: tuple[Hashable, ...]
+    numbering: Numbering
+
+    @classmethod
+    def of(cls, model: Any) -> WholeModel:
+        """Read the layers of a model."""
+        prefix = find_layers(model)
+        layers: Any = model.get_submodule(prefix)
+        numbers: dict[Hashable, int] = {}
+        return cls(
+            model=model,
+            prefix=prefix,
+            kinds=tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds_of(model, layers)),
+            types=tuple(layer_types(model, len(layers))),
+            numbering=numbering_of(layers),
+        )
+
+    def part(
+        self, part: StageSpec, *, checkpointed: Sequence[nn.Module]
+    ) -> tuple[Any, list[LayerStack], StageSpec, list[nn.Module]]:
+        """Return a copy with what a stage's trace needs, its layers, the rank's part of it, and the copies of layers that recompute.
+
+        Args:
+            part: Layers of the rank.
+            checkpointed: Layers of this model that recompute.
+        """
+        layers: Any = self.model.get_submodule(self.prefix)
+        recompute = set(map(id, checkpointed))
+        kinds = [(kind, id(layer) in recompute) for kind, layer in zip(self.kinds, layers, strict=True)]
+        chosen = choose(self.prefix, kinds, self.types, part)
+        kept = LayerStack(prefix=self.prefix, kept=chosen.kept, stands_for=tuple(range(part.num_layers)))
+        along = [layers[index] for index in chosen.kept if id(layers[index]) in recompute]
+        made, few = copy_pruned(self.model, kept, self.numbering, along)
+        return made, list(chosen.stacks), chosen.part, few
 
 
 def prune_to_part(
