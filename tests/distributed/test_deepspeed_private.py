@@ -172,6 +172,32 @@ def test_parameters_and_optimizer_of_a_zero_3_engine() -> None:
 
 
 @pytest.mark.gloo
+def test_the_step_by_which_stage_0_allocates_its_states_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = {"precision": "bf16", "optimizer": "adamw_torch", "learning_rate": 0.01, "weight_decay": 0.1}
+    losses = {}
+    for stage in (0, 1):
+        with tk.initialize(tiny_plan(ranks=1, train=train, parallel={"zero_stage": stage})) as run:
+            if stage == 0:
+                states = run.engine.optimizer.optimizer.state
+                assert {float(state["step"]) for state in states.values()} == {0}
+                groups = zip(run.engine.optimizer.fp32_groups, run.engine.optimizer.fp16_groups, strict=True)
+                assert all(
+                    torch.equal(master.bfloat16(), weight)
+                    for pair in groups
+                    for master, weight in zip(*pair, strict=True)
+                )
+            losses[stage] = [float(run.step(step_batches(step, ranks=1)[0])) for step in range(3)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    monkeypatch.setattr("toolkit.engine.initialize.undo_first_step", lambda optimizer: None)
+    with tk.initialize(tiny_plan(ranks=1, train=train, parallel={"zero_stage": 0})) as run:
+        assert {float(state["step"]) for state in run.engine.optimizer.optimizer.state.values()} == {1}, (
+            "no longer needed"
+        )
+        untouched = [float(run.step(step_batches(step, ranks=1)[0])) for step in range(3)]
+    assert untouched != pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.gloo
 def test_gradients_of_a_zero_2_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     with tk.initialize(tiny_plan(ranks=1)) as run:
         engine, optimizer = run.engine, run.engine.optimizer

@@ -258,6 +258,29 @@ def inner_optimizer(engine: Any) -> Any:
     return engine.basic_optimizer
 
 
+def undo_first_step(optimizer: Any) -> None:
+    """Undo the step with zero gradients by which stage 0 in 16 bit allocates its states, which stay: Adam's correction of its
+    moments would count it, and weights would decay.
+
+    Source:
+        runtime/fp16/fused_optimizer.py and unfused_optimizer.py initialize_optimizer_states; stages 1 and 2 make no such step.
+    """
+    if hasattr(optimizer, "fp32_groups_flat"):
+        pairs = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
+    else:
+        groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+        pairs = ((master, weight) for pair in groups for master, weight in zip(*pair, strict=True))
+    for master, weight in pairs:
+        master.data.copy_(weight.data)
+    for state in optimizer.optimizer.state.values():
+        for key in {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"} & state.keys():
+            value = state[key]
+            if isinstance(value, Tensor):
+                value.zero_()
+            elif value is not None:
+                state[key] = 0
+
+
 def clipping_norm(engine: Any) -> float | None:
     """Return the norm to which an engine's wrapper clips gradients, which a checkpoint replaces; None without a wrapper.
 
