@@ -143,6 +143,8 @@ def fused() -> None:
     for run in runs:
         case = cases[run["id"]]
         train = case["train"]
+        if run["id"].startswith("strategy-"):  # docs/strategies.md
+            continue
         if run["mode"] != "toolkit" or not (train.get("torch_compile") or train.get("kernels") == "liger"):
             continue
         plain = {

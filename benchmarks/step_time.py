@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "memory")]
 UNSEEN = frozenset(
     {"llama-1b-zero3", "llama-1b-offload", "llama-1b-long-compile", "llama-3b-lora-liger", "gpt-oss-eager"}
     | {"q4b-planned", "q05-compile", "l3b-micro8", "l1b-chunked", "q17-micro4", "q4b-micro4", "l1b-full-loss"}
-    | {"sm-lora-micro2", "l3b-lora-32k-liger"}
+    | {"sm-lora-micro2", "l3b-lora-32k-liger", "l8b-lora-zero0", "sm-lora-zero0", "l3b-lora-32k-zero0"}
 )
 # Rows whose optimizers ran on the host, whose memory they shared with other cases beside them.
 HOST_SHARED = frozenset({"optimizer-cpu-zero1", "full-cpu-zero3", "full-cpu-zero3-2", "twin-flow-zero3-2"})
@@ -52,6 +52,8 @@ class Row:
         """Group under which the row is counted."""
         if self.name in UNSEEN:
             return "unseen"
+        if self.name.startswith("strategy-"):
+            return "strategies"
         return "compiled" if self.source == "toolkit" and self.compiled else self.source
 
     @property

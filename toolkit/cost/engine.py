@@ -35,6 +35,8 @@ NVME_READ_BYTES_PER_SECOND, NVME_WRITE_BYTES_PER_SECOND = 6.5e9, 3.5e9
 CHECK_BYTES = 6
 NORM_BYTES, NORM_CASTS = 16, 1
 UPDATE_BYTES, UPDATE_CASTS = 12 + 6 + 4, 1
+# How often torch's norm and clipping read or write a gradient (torch nn/utils/clip_grad.py).
+TORCH_NORM_ACCESSES = 3
 # The host's seconds for a parameter in bitsandbytes' optimizer, which takes one after the other (a run on an H200).
 EIGHT_BIT_SECONDS = 0.45e-3
 # Kernels that the host starts for a parameter in the search for overflow, and how many a card takes before the host must wait.
@@ -144,7 +146,7 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         "gradient copies": copies / speed.bytes_per_second,
         "optimizer": sum(card for card, _ in stages),
     }
-    if stage == 0 and size < 4:
+    if plan.job.parallel.strategy == "zero" and stage == 0 and size < 4:
         _add(step, "gradient copies", STAGE0_BYTES * elements / speed.bytes_per_second)
     beside: dict[str, float] = {}
     collective = links.ring_seconds(gradient, dp, per_node=per_node, passes=1 if stage == 3 else 2) * reductions
@@ -174,7 +176,12 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         elements_here = offloaded * own
         ranks = min(per_node, plan.grid.world_size)  # they share the host's memory
         _add(step, "offload", elements_here * 2 * size / speed.pcie_bytes_per_second)
-        adam = elements_here * ranks * (_adam_bytes(settings) + HOST_COPY_BYTES) / speed.host_adam_bytes_per_second
+        adam = (
+            elements_here
+            * ranks
+            * (_adam_bytes(settings, size=settings.master_itemsize) + HOST_COPY_BYTES)
+            / speed.host_adam_bytes_per_second
+        )
         _add(step, "optimizer on the host", adam)
         if settings.offload_optimizer == "nvme":
             files = NVME_READ_BYTES / NVME_READ_BYTES_PER_SECOND + NVME_WRITTEN_BYTES / NVME_WRITE_BYTES_PER_SECOND
@@ -205,24 +212,24 @@ def _step_stages(
     Source:
         deepspeed runtime/zero/stage_1_and_2.py step: check_overflow and the norm each end by reading a value on the host.
     """
+    eight_bit = EIGHT_BIT_SECONDS * trained if settings.optimizer == "adamw_8bit" else 0.0
+    if plan.job.parallel.strategy != "zero":  # torch's own norm and optimizer take all parameters at once, as they are
+        size = 4 if _shards(plan) else settings.itemsize
+        norm = own * TORCH_NORM_ACCESSES * size / speed.bytes_per_second
+        update = own * _adam_bytes(settings, size=size) / speed.adam_bytes_per_second
+        return ((norm + update, speed.host_step_seconds + eight_bit),)
     update = own * (
-        _adam_bytes(settings) / speed.adam_bytes_per_second
+        _adam_bytes(settings, size=settings.master_itemsize) / speed.adam_bytes_per_second
         + UPDATE_BYTES / speed.bytes_per_second
         + UPDATE_CASTS / speed.upcast_elements_per_second
     )
-    if plan.job.parallel.strategy != "zero":  # torch's own norm and optimizer take all parameters at once
-        norm = own * (NORM_BYTES / speed.bytes_per_second + NORM_CASTS / speed.upcast_elements_per_second)
-        return ((norm + update, speed.host_step_seconds),)
     check = own * CHECK_BYTES / speed.bytes_per_second
     norm = own * (NORM_BYTES / speed.bytes_per_second + NORM_CASTS / speed.upcast_elements_per_second)
     share = STAGE0_HOST_SHARE if settings.zero_stage == 0 and settings.itemsize < 4 else 1.0
     return (
         (check, share * speed.host_check_seconds * trained),
         (norm, share * speed.host_norm_seconds * trained),
-        (
-            update,
-            speed.host_step_seconds + (EIGHT_BIT_SECONDS * trained if settings.optimizer == "adamw_8bit" else 0.0),
-        ),
+        (update, speed.host_step_seconds + eight_bit),
     )
 
 
@@ -256,14 +263,12 @@ def _offloaded(plan: Plan, settings: EngineSettings) -> float:
     return plan.settings.offload_ratio if settings.offload_optimizer is not None else 0.0
 
 
-def _adam_bytes(settings: EngineSettings) -> float:
-    """Return the bytes a parameter that the optimizer reads and writes."""
+def _adam_bytes(settings: EngineSettings, *, size: int) -> float:
+    """Return the bytes a parameter that the optimizer reads and writes, of which a weight has `size`."""
     if settings.optimizer == "torch_adamw":
-        return ADAM_BYTES * FOREACH_FACTOR
-    if settings.optimizer == "adamw_8bit":
-        return 4 + 4 + 4 + 2 * 2
+        return ADAM_BYTES * FOREACH_FACTOR * size / 4
     # A moment is read and written: two for Adam, one for Lion and momentum, none for plain SGD.
-    return 3 * settings.master_itemsize + 2 * settings.state_bytes
+    return 3 * size + 2 * settings.state_bytes
 
 
 def _fetches(trace: MemoryTrace) -> int:

@@ -266,12 +266,12 @@ def undo_first_step(optimizer: Any) -> None:
         runtime/fp16/fused_optimizer.py and unfused_optimizer.py initialize_optimizer_states; stages 1 and 2 make no such step.
     """
     if hasattr(optimizer, "fp32_groups_flat"):
-        pairs = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
+        groups = [(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat)]
     else:
-        groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
-        pairs = ((master, weight) for pair in groups for master, weight in zip(*pair, strict=True))
-    for master, weight in pairs:
-        master.data.copy_(weight.data)
+        groups = list(zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True))
+    for pair in groups:
+        for master, weight in zip(*pair, strict=True):
+            master.data.copy_(weight.data)
     for state in optimizer.optimizer.state.values():
         for key in {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"} & state.keys():
             value = state[key]
