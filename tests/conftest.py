@@ -12,6 +12,11 @@ from typing import Any
 
 import pytest
 
+# Each process of the tests would compile the whole package, and pytest rewrite every assertion, which takes a third of the
+# collection: kept in __pycache__, whatever a shell or an image says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Files that take more than 15 s of a core, the longest first.
 LONGEST = (
     *("cli/test_train", "examples/test_examples", "cli/test_estimate", "memory/test_memory_pipeline"),

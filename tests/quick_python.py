@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-from ranks import AT_START, preloaded
+from ranks import AT_START, preloaded, without_compilation
 
 _READ_AT_IMPORT = (
     "HOME",
@@ -53,6 +53,8 @@ _READ_AT_IMPORT = (
     "PYTHONHASHSEED",
     "MPL",
 )
+# Which modules keep under its own name, as a truth value: set anew in the process that is forked.
+_OFFLINE = "HF_HUB_OFFLINE"
 _OPTIONS = ("-P", "-u")
 _F_SETSIG = 10  # linux/fcntl.h; Python's fcntl does not name it
 
@@ -122,6 +124,7 @@ def quick_python() -> Path:
 
 def _serve(address: str, client: str, path: list[str], environment: dict[str, str], up: Any) -> NoReturn:
     """Forks a process for each request, and tells each client the status with which it ended."""
+    without_compilation()
     gc.freeze()  # the garbage collector need not walk what was imported, so its pages stay shared
     for stream in (sys.stdout, sys.stderr):  # loggers keep them, in every fork
         stream.reconfigure(line_buffering=True)
@@ -177,7 +180,7 @@ def _needs_a_start(argv: list[str], asked: dict[str, str], here: dict[str, str])
     rest = [word for word in argv if word not in _OPTIONS]
     if not rest or (rest[0].startswith("-") and rest[0] not in ("-m", "-c")):
         return True
-    names = {name for name in asked.keys() | here.keys() if name.startswith(_READ_AT_IMPORT)}
+    names = {name for name in asked.keys() | here.keys() if name.startswith(_READ_AT_IMPORT)} - {_OFFLINE}
     return any(asked.get(name) != here.get(name) for name in names)
 
 
@@ -211,6 +214,10 @@ def _become(request: Any, *, client: str, path: list[str], streams: list[int], c
     sys.stdout, sys.stderr = (_text(number, unbuffered=unbuffered) for number in (1, 2))
     os.environ.clear()
     os.environ.update(environment, QUICK_PYTHON_PARENT=str(client_pid))
+    offline = environment.get(_OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE")
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType) and isinstance(vars(module).get(_OFFLINE), bool):
+            setattr(module, _OFFLINE, offline)
     os.chdir(folder)
     status = _run(argv, client=client, path=path)
     threading._shutdown()  # type: ignore[attr-defined]

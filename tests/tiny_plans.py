@@ -23,11 +23,13 @@ def tiny_plan(
     architecture: str = "llama",
     *,
     ranks: int = RANKS,
+    nodes: int = 1,
     train: dict[str, Any] | None = None,
     parallel: dict[str, Any] | None = None,
     deepspeed: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
     gpu: str = "cpu",
 ) -> Plan:
     """Resolves a job on a tiny model with random weights: two layers, fp32, ten steps at a constant rate."""
@@ -45,8 +47,8 @@ def tiny_plan(
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(made.to_dict()), encoding="utf-8")
         job = {
-            "model": {"name": str(path), "init": "random"},
-            "cluster": {"gpu": gpu, "gpus_per_node": ranks},
+            "model": {"name": str(path), "init": "random", **(model or {})},
+            "cluster": {"gpu": gpu, "gpus_per_node": ranks // nodes, "nodes": nodes},
             "train": {name: value for name, value in values.items() if value is not None},
             "parallel": {"zero_stage": 2, **(parallel or {})},
             "deepspeed": deepspeed or {},

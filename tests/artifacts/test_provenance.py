@@ -22,7 +22,7 @@ H100 = {"gpu": "h100-sxm-80gb", "gpus_per_node": 4, "nodes": 2, "nvme_path": "/n
 TRAINS = (
     {},
     {"optimizer": "sgd", "momentum": 0.9, "max_steps": 9, "warmup_steps": 2, "report_to": ("tensorboard",)},
-    {"optimizer": "lion", "lr_scheduler_type": "constant", "loss": "liger"},
+    {"optimizer": "lion", "lr_scheduler_type": "constant", "loss": "liger", "push_to_hub": "me/mine"},
     {"optimizer": "adamw_torch", "lr_scheduler_type": "cosine_with_min_lr", "min_learning_rate_ratio": 0.1},
 )
 DATA = (None, {"train": "org/name", "validation_fraction": 0.1})
@@ -51,7 +51,8 @@ def sound_plans():
             yield resolve_with(job, model=model, gpu=gpus[cluster["gpu"]])
         except ToolkitError:
             continue
-    for parallel in ({"strategy": "ddp", "ddp": {"static_graph": True}}, {"strategy": "fsdp2"}):
+    offloaded = {"strategy": "fsdp2", "fsdp2": {"cpu_offload": True}}
+    for parallel in ({"strategy": "ddp", "ddp": {"static_graph": True}}, {"strategy": "fsdp2"}, offloaded):
         yield resolve_with(make_job(parallel=parallel), model=model, gpu=gpus[H100["gpu"]])
     grouped = make_job(data={"train": "org/set", "packing": "none", "group_by_length": True})
     yield resolve_with(grouped, model=model, gpu=gpus[H100["gpu"]])

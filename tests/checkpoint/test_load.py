@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from courses import parameters
 from hostile_files import NAMED, agree, make_hostile
 from ranks import run_distributed
 from tiny_plans import step_batches, tiny_plan
@@ -36,6 +37,22 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"parallel": {"zero_stage": 3, "offload": "full-cpu"}, "train": {"optimizer": "adamw_torch"}},
     "lora": {"train": {"method": "lora", "lora": {"r": 4}}},
 }
+# By default; stages 1 and 2 have one optimizer of DeepSpeed's.
+RESUMED = ("zero-0", "zero-2", "zero-3-bf16", "offload", "lora")
+EACH = [pytest.param(name, marks=() if name in RESUMED else pytest.mark.full) for name in CASES]
+# With weights alone.
+ALONE: dict[str, dict[str, Any]] = {
+    "alone-0": {"parallel": {"zero_stage": 0}},
+    "alone-0-bf16": {"parallel": {"zero_stage": 0}, "train": {"precision": "bf16"}},
+    "alone-2-bf16": {"train": {"precision": "bf16"}},
+    "alone-3-bf16": {"parallel": {"zero_stage": 3}, "train": {"precision": "bf16"}},
+    "alone-lora": {"parallel": {"zero_stage": 3}, "train": {"method": "lora", "lora": {"r": 4}}},
+    "alone-ddp": {"parallel": {"strategy": "ddp", "zero_stage": None}, "train": {"optimizer": "adamw_torch"}},
+    "alone-fsdp2": {"parallel": {"strategy": "fsdp2", "zero_stage": None}, "train": {"optimizer": "adamw_torch"}},
+    "alone-tensor": {"parallel": {"zero_stage": 1, "tensor": 2}},
+    "alone-pipeline": {"parallel": {"zero_stage": 1, "pipeline": 2}},
+}
+DEFAULT = ("alone-2-bf16", "alone-3-bf16", "alone-fsdp2")
 # What a resume sets anew, in the job; by hand it is put into the engine of a run that is resumed as it was.
 CHANGED = {"learning_rate": 5e-3, "adam_beta1": 0.7, "adam_beta2": 0.9, "adam_epsilon": 1e-3, "max_grad_norm": 0.05}
 SCHEDULE = {"lr_scheduler_type": "linear", "warmup_steps": 0, "max_steps": 20}
@@ -117,9 +134,11 @@ def _refusal(call: Callable[[], Any]) -> tuple[tuple[str, ...], str]:
     return (), ""
 
 
-def _all(rank: int, root_name: str) -> dict[str, Any]:
-    root, results = Path(root_name), {}
-    for name, options in CASES.items():
+def _some(rank: int, root_name: str, names: tuple[str, ...]) -> dict[str, Any]:
+    root: Path = Path(root_name)
+    results: dict[Any, Any] = {}
+    for name in names:
+        options = CASES[name]
         plan = tiny_plan("gpt2", **options)
         with tk.initialize(plan) as run:
             for step in (1, 2):
@@ -145,6 +164,12 @@ def _all(rank: int, root_name: str) -> dict[str, Any]:
             if name == "zero-2":
                 tk.save(run, root / name)  # in place of what is there
                 results["replaced"] = State.load(root / name).step
+    return results
+
+
+def _all(rank: int, root_name: str) -> dict[str, Any]:
+    root, results = Path(root_name), _some(rank, root_name, RESUMED)
+    results |= _alone(rank, root_name, DEFAULT)
     plan = tiny_plan("gpt2", **CASES["zero-2"])
     if rank == 1:  # the damage is in a file that rank 0 alone, or rank 1 alone, will hash
         for name in ("damaged-a", "damaged-b"):
@@ -157,6 +182,19 @@ def _all(rank: int, root_name: str) -> dict[str, Any]:
     results["other-stage"] = _codes(rank, tiny_plan("gpt2", parallel={"zero_stage": 3}), root / "zero-2")
     results["unwritable"] = _unwritable(rank, plan, root)
     results |= {("hostile", name): found for name, found in _hostile(rank, plan, root)}
+    return results
+
+
+def _alone(rank: int, root_name: str, names: Sequence[str]) -> dict[Any, Any]:
+    root, results = Path(root_name), {}
+    for name in names:
+        options = ALONE[name]
+        plan = tiny_plan("llama", **{**options, "train": {"save_only_model": True, **options.get("train", {})}})
+        with tk.initialize(plan) as run:
+            run.step(step_batches(1)[run.world.coordinate.dp])
+            tk.save(run, root / name, probe=True)
+            results["size", name] = foreseen_bytes(run)
+        results[name] = _codes(rank, plan, root / name)
     return results
 
 
@@ -179,9 +217,19 @@ def results(root: Path) -> list[dict[str, Any]]:
     return run_distributed(_all, 2, str(root))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_next_steps_are_equal(results: list[dict[str, Any]], root: Path, name: str) -> None:
-    for result in results:
+@pytest.fixture(scope="module")
+def rest(root: Path) -> list[dict[str, Any]]:
+    return run_distributed(_some, 2, str(root), tuple(name for name in CASES if name not in RESUMED))
+
+
+@pytest.fixture
+def results_of(request: pytest.FixtureRequest, name: str) -> list[dict[str, Any]]:
+    return request.getfixturevalue("results" if name in RESUMED else "rest")
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_the_next_steps_are_equal(results_of: list[dict[str, Any]], root: Path, name: str) -> None:
+    for result in results_of:
         saved_step, count, expected, found, same_rate = result[name]
         assert (saved_step, count) == (2, 4)
         assert found == expected
@@ -190,9 +238,9 @@ def test_the_next_steps_are_equal(results: list[dict[str, Any]], root: Path, nam
     verify(root / name)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_resume_takes_the_new_hyperparameters(results: list[dict[str, Any]], name: str) -> None:
-    for rank, result in enumerate(results):
+@pytest.mark.parametrize("name", EACH)
+def test_a_resume_takes_the_new_hyperparameters(results_of: list[dict[str, Any]], name: str) -> None:
+    for rank, result in enumerate(results_of):
         by_hand, changed, told, num_steps = result["changed", name]
         assert [step[:2] for step in changed] == by_hand
         assert [step[2] for step in changed] == pytest.approx(RATES, rel=1e-12)
@@ -216,12 +264,36 @@ def test_the_folder_holds_what_it_should(results: list[dict[str, Any]], root: Pa
     assert [path.name for path in (root / "lora" / "model").glob("adapter*")] == ["adapter_config.json"]
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_its_size_is_foreseen(results: list[dict[str, Any]], root: Path, name: str) -> None:
+@pytest.mark.parametrize("name", EACH)
+def test_its_size_is_foreseen(results_of: list[dict[str, Any]], root: Path, name: str) -> None:
     written = sum(path.stat().st_size for path in (root / name).rglob("*.pt"))
-    foreseen = results[0]["size", name]
+    foreseen = results_of[0]["size", name]
     # Names, shapes and random states come on top: some tens of KB, whatever the model.
     assert 0.98 * foreseen < written < 1.02 * foreseen + 150_000, (written, foreseen)
+
+
+@pytest.fixture(scope="module")
+def others(root: Path) -> list[dict[str, Any]]:
+    return run_distributed(_alone, 2, str(root), [name for name in ALONE if name not in DEFAULT])
+
+
+@pytest.mark.parametrize("name", parameters(ALONE, default=DEFAULT))
+def test_weights_alone_are_exported_and_not_resumed(
+    request: pytest.FixtureRequest, root: Path, tmp_path: Path, name: str
+) -> None:
+    results = request.getfixturevalue("results" if name in DEFAULT else "others")
+    for result in results:
+        assert result[name][0] == ("CHECKPOINT_WEIGHTS_ONLY",)
+    files = [path for path in (root / name / "global_step1").iterdir() if path.suffix in (".pt", ".safetensors")]
+    written, foreseen = sum(path.stat().st_size for path in files), results[0]["size", name]
+    assert 0.98 * foreseen < written < 1.02 * foreseen + 60_000 * len(files), (written, foreseen)
+    plan = tiny_plan("llama", **ALONE[name])
+    found = tk.export(root / name, tmp_path / "out")
+    if plan.job.train.method == "full":
+        assert found.logits_difference is not None
+        assert found.logits_difference < (1e-2 if plan.settings.dtype == "bf16" else 1e-6)
+    else:
+        assert found.report.kind == "adapter"
 
 
 def test_damage_is_found_on_all_ranks_by_whoever_reads_it(results: list[dict[str, Any]]) -> None:

@@ -98,6 +98,10 @@ TOLD: dict[str, Pair] = {
     "train.torch_compile": ({}, {"train": {"torch_compile": True}}),
     "train.save_steps": ({}, {"train": {"save_steps": 3}}),
     "train.save_total_limit": ({}, {"train": {"save_total_limit": 3}}),
+    "train.save_only_model": ({}, {"train": {"save_only_model": True}}),
+    "data.eval": tuple(
+        {"data": {"train": "a.jsonl", "eval": {"few": {"path": "b.jsonl", "max_rows": rows}}}} for rows in (2, 3)
+    ),
     "train.logging_steps": ({}, {"train": {"logging_steps": 3}}),
     "train.callbacks": ({}, {"train": {"callbacks": ["hooks:Mine"]}}),
     "train.report_to": ({}, {"train": {"report_to": ["tensorboard"]}}),
@@ -115,8 +119,11 @@ TOLD: dict[str, Pair] = {
     "deepspeed.wall_clock_breakdown": ({}, {"deepspeed": {"wall_clock_breakdown": True}}),
 }
 REFUSED: dict[str, Pair] = {
+    "model.added_tokens": tuple({"model": {"added_tokens": [name]}} for name in ("<a>", "<b>")),
     "data.system_prompt": _data(system_prompt=("Be long.", "Be brief.")),
     "data.long_rows": _data(long_rows=("split", "drop")),
+    "data.streaming": _data(streaming=(False, True)),
+    "data.shuffle_buffer": _data(streaming=(True, True), shuffle_buffer=(5, 6)),
     "data.group_by_length": _data(packing=("none", "none"), group_by_length=(False, True)),
     "data.preprocess": _data(preprocess=("my_records:all", "my_records:kept")),
     "data.sources": (

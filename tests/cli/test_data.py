@@ -27,3 +27,8 @@ def test_data_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path, monke
     figures = found["train"]
     assert f"{figures['target_tokens']:,} of {figures['tokens']:,} tokens" in shown
     assert f"total {figures['document_tokens']['total']:,}" in shown
+    sets = ["--set", "data.eval.few.path=data.jsonl", "--set", "data.eval.few.max_rows=3"]
+    assert main(["data", job, "--rows", "0", "--json", *sets]) == 0
+    assert json.loads(capsys.readouterr().out)["eval_sets"]["few"]["documents"] == 3
+    assert main(["data", job, "--rows", "0", *sets]) == 0
+    assert "eval few: text, packing wrapped" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hostile_files import NAMED, Calls, agree, make_hostile
 from peft import PeftModel
 from ranks import run_distributed
@@ -22,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit.checkpoint.manifest import read_manifest
 from toolkit.cli.app import main
 from toolkit.cli.export import parse_size
+from toolkit.cli.train_report import export_finished
 from toolkit.config.job import Job
-from toolkit.errors import SpecError
+from toolkit.errors import RunError, SpecError
 from toolkit.planning.resolve import resolve
 
 pytestmark = pytest.mark.gloo
@@ -31,6 +33,8 @@ LORA = {"method": "lora", "lora": {"r": 4, "lora_alpha": 64}}
 RUNS = {
     "lora": {"train": LORA},
     "lora-bf16": {"train": {**LORA, "precision": "bf16"}, "parallel": {"zero_stage": 3}},
+    "long": {"train": {"sequence_length": 64}, "model": {"rope_scaling": {"type": "dynamic", "factor": 2.5}}},
+    "long-lora": {"train": {**LORA, "sequence_length": 64}, "model": {"rope_scaling": {"type": "yarn", "factor": 4}}},
     "tied-bf16": {"train": {"precision": "bf16"}},
 }
 
@@ -41,7 +45,11 @@ def _train_all(rank: int, root: str) -> None:
 
     for name, sections in RUNS.items():
         steps = {"max_steps": 4, "save_steps": 4, **sections["train"]}
-        job = job_values(Path(root), name, **{**sections, "train": steps, "model": {"init": "pretrained"}})
+        job = job_values(
+            Path(root),
+            name,
+            **{**sections, "train": steps, "model": {"init": "pretrained", **sections.get("model", {})}},
+        )
         train(resolve(Job.model_validate(job)), reporter=Silent())
 
 
@@ -68,6 +76,76 @@ def export(root, capsys, name, *options, code=0):
 @torch.no_grad()
 def scores(model, ids):
     return model.eval()(input_ids=ids).logits
+
+
+def test_an_export_has_a_card_and_is_pushed_if_asked(root, capsys, tmp_path, monkeypatch):
+    """The figures are those of metrics.jsonl, and no local path is published."""
+    pushed = []
+
+    def push(folder: Path, repo: str, *, public: bool) -> str:
+        pushed.append((folder, repo, public, (folder / "README.md").read_text()))
+        return f"https://hub/{repo}"
+
+    monkeypatch.setattr("toolkit.exporter.hub.push", push)
+    monkeypatch.setenv("HF_TOKEN", "hf_writes")
+    done = export(root, capsys, "lora", "--out", tmp_path / "pushed", "--push-to-hub", "me/mine")
+    assert done["hub"] == "https://hub/me/mine"
+    [(folder, repo, public, card)] = pushed
+    assert (folder, repo, public) == (tmp_path / "pushed", "me/mine", False)
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["library_name"] == "peft"
+    assert "license" not in header
+    assert "base_model" not in header, "the base is a folder of this machine"
+    last = [json.loads(line) for line in (root / "lora" / "metrics.jsonl").read_text().splitlines()][-1]
+    assert f"| last training loss | {last['loss']:.4f} |" in card
+    assert f"| tokens, with padding | {4 * 2 * 2 * 2 * 32:,} |" in card
+    assert "| source | data.jsonl |" in card
+    assert "| adapters | rank 4, alpha 64 |" in card
+    assert str(root) not in card
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert main(["export", str(root / "lora"), "--out", str(tmp_path / "no"), "--push-to-hub", "me/mine"]) == 3
+    assert "HUB_TOKEN" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists(), "said before the work"
+
+
+def test_longer_contexts_are_in_the_export(root, capsys, tmp_path, ids):
+    """The scores of the reloaded export are those of the live model: also an adapter's, whose base says nothing of it."""
+    done = export(root, capsys, "long", "--out", tmp_path / "long")
+    assert done["logits_difference"] < 1e-5
+    config = json.loads((tmp_path / "long" / "config.json").read_text())
+    assert config["rope_parameters"] == {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 10000.0}
+    assert config["max_position_embeddings"] == 32
+    adapter = export(root, capsys, "long-lora", "--out", tmp_path / "adapter")
+    assert adapter["logits_difference"] < 1e-5
+    assert "'rope_type': 'yarn'" in (tmp_path / "adapter" / "README.md").read_text()
+    merged = export(root, capsys, "long-lora", "--out", tmp_path / "merged", "--merge-adapter")
+    assert merged["logits_difference"] < 1e-4
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["rope_parameters"]["rope_type"]) == (128, "yarn")
+    plain = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not torch.allclose(scores(model, ids), scores(plain, ids), atol=1e-3), "the scaling matters"
+
+
+def test_a_finished_run_is_pushed_as_its_job_says(root, capsys, monkeypatch):
+    job = job_values(root, "lora", train={**LORA, "push_to_hub": "me/mine", "hub_private_repo": False})
+    plan = resolve(Job.model_validate(job))
+    monkeypatch.setattr("toolkit.exporter.hub.push", lambda folder, repo, *, public: f"https://hub/{repo} {public}")
+    done = export_finished(plan)
+    assert done.hub == "https://hub/me/mine True"
+    assert (done.folder / "README.md").is_file()
+
+    def fail(folder: Path, repo: str, *, public: bool) -> str:
+        raise RunError.of(code="HUB_FAILED", key="push_to_hub", message="no network", fix="Try again")
+
+    monkeypatch.setattr("toolkit.exporter.hub.push", fail)
+    done = export_finished(plan)
+    assert done.hub is None, "the run and its export are whole"
+    assert (done.folder / "adapter_model.safetensors").is_file()
+    assert "HUB_FAILED" in capsys.readouterr().err
 
 
 def test_an_adapter_and_its_merged_model_say_the_same(root, capsys, ids, tmp_path):

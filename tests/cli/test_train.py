@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from hostile_files import agree
-from quick_python import child_with, stood_for
+from quick_python import child_with, quick_python, stood_for
 from ranks import QUICK
 from train_jobs import (
     curve,
@@ -85,8 +85,10 @@ def test_from_job_file_to_export(root, whole):
     assert held[-1]["eval_loss"] < 6
 
 
-def test_ctrl_c_and_the_rest_in_a_python_that_has_imported_nothing(root):
+@pytest.mark.parametrize("resumed_in", [None, pytest.param(sys.executable, marks=pytest.mark.full)], ids=["", "real"])
+def test_ctrl_c_and_the_rest_in_a_python_that_has_imported_nothing(root, resumed_in):
     """As a person starts it: what libraries print at their import is kept from the terminal, and Ctrl-C saves."""
+    shutil.rmtree(root / "real", ignore_errors=True)
     job = write_job(root, "real", train=LONG, cluster={"gpus_per_node": 1}, data={"validation_fraction": 0.2})
     out = root / "real"
     process = start_toolkit(root, "train", job, python=sys.executable)
@@ -97,7 +99,7 @@ def test_ctrl_c_and_the_rest_in_a_python_that_has_imported_nothing(root):
     saved = list_checkpoints(out)[-1]
     command = shlex.split(shown.splitlines()[-1])
     assert command == ["toolkit", "train", str(job), "--resume_from_checkpoint", str(saved)]
-    done = run_toolkit(root, *command[1:], python=sys.executable)
+    done = run_toolkit(root, *command[1:], python=resumed_in)
     assert done.returncode == 0, done.stderr
     assert sorted(curve(out)) == list(range(1, STEPS + 1))
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files(out / "export")
@@ -237,28 +239,34 @@ def test_a_limit_of_file_sizes_ends_the_run_and_spares_what_was_saved(root, whol
     assert not list(out.glob("checkpoint-40"))
 
 
+SIGNALLED = [(name, number) for name in ("torchrun", "deepspeed", "accelerate") for number in ("SIGTERM", "SIGUSR1")]
+
+
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)], ids=lambda number: number.name
+    ("launcher", "signalled", "quick"),
+    [
+        ("torchrun", "SIGTERM", True),
+        *(pytest.param(launcher, signalled, False, marks=pytest.mark.full) for launcher, signalled in SIGNALLED),
+    ],
 )
-@pytest.mark.parametrize(
-    "launcher", ["torchrun", *(pytest.param(name, marks=pytest.mark.full) for name in ("deepspeed", "accelerate"))]
-)
-def test_a_signal_to_a_launcher_has_its_ranks_save(root, tmp_path, launcher, number):
+def test_a_signal_to_a_launcher_has_its_ranks_save(root, tmp_path, launcher, signalled, quick):
     """Who passes it on does so to all ranks; who dies of it leaves them to the kernel, which tells them.
 
-    By an emitted command, from a folder with a types.py, which `python -m` itself would import.
+    By an emitted command, from a folder with a types.py, which `python -m` itself would import. By default torchrun is a real
+    Python, and its ranks are forked from one.
     """
-    name = f"{launcher}-{number.name}"
+    number, name = signal.Signals[signalled], f"{launcher}-{signalled}-{'quick' if quick else 'real'}"
     job = write_job(root, name, train=LONG)
     emit(read_plan(job), tmp_path / "out")
     (tmp_path / "types.py").write_text("raise SystemExit('it stands in for the standard library')")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.py").write_text("import runpy\nrunpy.run_module('toolkit', run_name='__main__')\n")
+    ranks = {"PYTHON_EXEC": str(quick_python())} if quick else {}
     way = {"accelerate": ["accelerate-script", "mine/train.py", "train", str(tmp_path / "out" / "plan.json")]}
     process = subprocess.Popen(
         ["bash", str(tmp_path / "out" / "commands.sh"), *way.get(launcher, [launcher]), "--json", "--resume", "auto"],
         cwd=tmp_path,
-        env={**os.environ, **QUICK, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        env={**os.environ, **QUICK, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | ranks,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

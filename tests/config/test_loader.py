@@ -159,7 +159,7 @@ def test_a_key_in_the_wrong_section_names_its_section():
     assert problem.fix == "Did you mean parallel.zero_stage"
 
 
-@pytest.mark.parametrize("word", ["qqqqqqqq", "zenflow", "push_to_hub", "save_strategy", "wandb", "autotuning"])
+@pytest.mark.parametrize("word", ["qqqqqqqq", "zenflow", "teacher_model", "save_strategy", "wandb", "autotuning"])
 def test_a_key_like_no_other_says_where_the_list_is(word):
     problem = only(SMALL + f"train: {{{word}: 1}}")
     assert problem.code == "KEY_UNKNOWN"

@@ -17,7 +17,7 @@ VALUES = {
     "train.lora.r": (4, 8, 0),
     "train.sequence_length": (512, 1024, "long"),
     "train.per_device_train_batch_size": (2, 4, 0),
-    "train.optimizer": ("adamw_torch", "sgd", "adafactor"),
+    "train.optimizer": ("adamw_torch", "sgd", "ademamix"),
     "train.attention": ("eager", "sdpa", "flash_attention_3"),
     "train.learning_rate": (3e-4, 1e-5, 0),
     "train.max_grad_norm": (0.5, 2.0, -1),
@@ -182,7 +182,7 @@ def test_padding_free_is_separated():
     assert (problem.code, problem.key) == ("KEY_VALUE", "data.packing")
 
 
-@pytest.mark.parametrize("value", ["adamw_torch_8bit", "paged_adamw_8bit", "lion_8bit", "adafactor", ["sgd"], None])
+@pytest.mark.parametrize("value", ["adamw_torch_8bit", "paged_adamw_8bit", "lion_8bit", "ademamix", ["sgd"], None])
 def test_optimizers_that_are_none_of_ours(value):
     (problem,) = problems_of(lambda: Train(optim=value))
     assert (problem.code, problem.key) == ("KEY_VALUE", "train.optim")

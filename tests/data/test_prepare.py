@@ -130,6 +130,30 @@ def test_validation_fraction_holds_out_documents_once_and_by_seed(
     assert rows(build(data, sequence_length=2048, seed=1).eval) != held
 
 
+def test_named_sets_have_formats_columns_and_caps_of_their_own(
+    write: Writer, build: Any, texts: list[str], tokenizer: Any
+) -> None:
+    write([{"text": text} for text in texts])
+    write([{"question": text, "answer": " yes"} for text in texts[:6]], "asked.jsonl")
+    pairs = {"path": "asked.jsonl", "columns": {"prompt": "question", "completion": "answer"}, "loss_on": "completion"}
+    asked = pairs | {"max_rows": 2}
+    prepared = build(Data(train="train.jsonl", eval={"asked": asked, "seen": "train.jsonl"}, packing="none"))
+    assert prepared.eval is None
+    assert list(prepared.validation) == ["asked", "seen"]
+    learned = [row["labels"][row["labels"] != -100] for row in prepared.eval_sets["asked"]]
+    assert [tokenizer.decode(labels) for labels in learned] == [" yes<eos>"] * 2
+    assert rows(prepared.eval_sets["seen"]) == rows(prepared.train)
+    assert prepared.format == "mixed"
+    for source, key in (
+        ({"path": "gone.jsonl"}, "data.eval.asked"),
+        ({**asked, "split": "test"}, "data.eval.asked.split"),
+    ):
+        error = caught(build, Data(train="train.jsonl", eval={"asked": source}))
+        assert [problem.key for problem in error.problems] == [key]
+    error = caught(build, Data(train="train.jsonl", eval={"asked": asked}, eval_split="test"))
+    assert error.codes == ("DATA_SPLIT",)
+
+
 def test_split_rows_rounds_but_leaves_both_parts_something() -> None:
     assert [len(part) for part in split_rows(3, 0.01, seed=0)] == [1, 2]
     assert [len(part) for part in split_rows(3, 0.99, seed=0)] == [2, 1]

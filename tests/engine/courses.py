@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -57,6 +57,7 @@ class Case:
     schedule: str | None = None
     virtual_stages: int | None = None
     data: int = RANKS
+    nodes: int = 1
     micro_batches: int = ACCUMULATION
     tolerance: float = 1e-5
     weight_tolerance: float = 1e-5
@@ -69,6 +70,7 @@ class Case:
         return tiny_plan(
             self.architecture,
             ranks=self.ranks,
+            nodes=self.nodes,
             gpu=gpu,
             train={"gradient_accumulation_steps": self.micro_batches, **self.train},
             parallel={
@@ -136,7 +138,8 @@ def _reference(arguments: str) -> Course:
     architecture, train, config, data, steps, drawn_on = json.loads(arguments)
     packed = train.get("method") == "qlora"
     train |= {"method": "lora"} if packed else {}
-    where = {"strategy": "ddp", "zero_stage": None} if train["optimizer"] == "lion" else {"zero_stage": 0}
+    of_zero = train["optimizer"] not in ("lion", "adafactor", "muon")
+    where = {"zero_stage": 0} if of_zero else {"strategy": "ddp", "zero_stage": None}
     plan = tiny_plan(architecture, train=train, parallel=where, config=config)
     model = build_model(plan, device=torch.device(drawn_on)).cpu()
     if packed:
@@ -149,7 +152,10 @@ def _reference(arguments: str) -> Course:
         {"params": [weight], "weight_decay": decay if weight.ndim > 1 else 0.0, "lr": rate_of(name, train)}
         for name, weight in trained.items()
     ]
-    optimizer = plain_optimizer(train["optimizer"])(groups, lr=train["learning_rate"])
+    if train["optimizer"] == "muon":
+        optimizer = PlainMuon(groups, model, lr=train["learning_rate"])
+    else:
+        optimizer = plain_optimizer(train["optimizer"])(groups, lr=train["learning_rate"])
     losses, norms, snapshots = [], [], []
     for step in range(steps):
         batches = [batch for rank in step_batches(step, **data) for batch in rank]
@@ -169,7 +175,29 @@ def plain_optimizer(name: str) -> Any:
         from bitsandbytes import optim
 
         return optim.Lion if name == "lion" else optim.AdamW8bit
+    if name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return partial(Adafactor, scale_parameter=False, relative_step=False)
     return torch.optim.SGD if name == "sgd" else torch.optim.AdamW
+
+
+class PlainMuon:
+    """torch's Muon for the linear layers inside the decoder layers, AdamW for the rest."""
+
+    def __init__(self, groups: list[dict[str, Any]], model: torch.nn.Module, *, lr: float) -> None:
+        inside = {id(w) for name, w in model.named_parameters() if ".layers." in name and w.ndim == 2}
+        hidden, rest = ([g for g in groups if (id(g["params"][0]) in inside) == each] for each in (True, False))
+        self.parts = [torch.optim.Muon(hidden, lr=lr, adjust_lr_fn="match_rms_adamw")] if hidden else []
+        self.parts += [torch.optim.AdamW(rest, lr=lr)] if rest else []
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
 
 
 def rate_of(name: str, train: dict[str, Any]) -> float:
@@ -296,6 +324,23 @@ def parameters(cases: Iterable[str], *, default: Collection[str]) -> list[Any]:
 def arguments_of(cases: Mapping[str, Case], *, gpu: str = "cpu") -> dict[str, tuple[Plan, str, int]]:
     """What `train_all` takes."""
     return {name: (case.plan(gpu=gpu), case.packing, case.steps) for name, case in cases.items()}
+
+
+def train_cases(
+    cases: Mapping[str, Case], *, default: Collection[str], others: bool = False
+) -> dict[str, list[Course | str]]:
+    """Trains the cases of the default run, or the others, each number of ranks in one launch.
+
+    Returns:
+        What each rank of a case found, by its name.
+    """
+    chosen = {name: case for name, case in cases.items() if (name in default) is not others}
+    found: dict[str, list[Course | str]] = {}
+    for ranks in sorted({case.ranks for case in chosen.values()}):
+        launched = {name: case for name, case in chosen.items() if case.ranks == ranks}
+        results = run_distributed(train_all, ranks, arguments_of(launched), timeout_seconds=1200)
+        found |= {name: [rank[name] for rank in results] for name in launched}
+    return found
 
 
 def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:

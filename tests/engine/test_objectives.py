@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from courses import SGD, Case, arguments_of, assert_follows_plain_torch, full_weights, parameters, train_all
+from courses import SGD, Case, Course, assert_follows_plain_torch, full_weights, parameters, train_cases
 from ranks import leave_group, run_distributed
 from tiny_plans import step_batches, tiny_plan
 from transformers.integrations.neftune import activate_neftune
@@ -34,22 +34,20 @@ DEFAULT = ("zero 2", "tensor")
 
 
 @pytest.fixture(scope="module")
-def courses() -> list[dict[str, Any]]:
-    return run_distributed(train_all, 2, arguments_of({name: CASES[name] for name in DEFAULT}))
+def courses() -> dict[str, list[Course | str]]:
+    return train_cases(CASES, default=DEFAULT)
 
 
 @pytest.fixture(scope="module")
-def others() -> list[dict[str, Any]]:
-    return run_distributed(
-        train_all, 2, arguments_of({name: case for name, case in CASES.items() if name not in DEFAULT})
-    )
+def others() -> dict[str, list[Course | str]]:
+    return train_cases(CASES, default=DEFAULT, others=True)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", parameters(CASES, default=DEFAULT))
 def test_follows_plain_torch(name: str, request: pytest.FixtureRequest) -> None:
     found = request.getfixturevalue("courses" if name in DEFAULT else "others")
-    assert_follows_plain_torch(CASES[name], [rank[name] for rank in found])
+    assert_follows_plain_torch(CASES[name], found[name])
 
 
 def test_noise_on_embeddings_is_that_of_transformers_and_not_in_evaluation() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from courses import Case, full_weights, reference, reference_loss
 from deepspeed.runtime.zero import utils as zero_utils
-from ranks import run_distributed
+from ranks import leave_group, run_distributed
 from tiny_plans import step_batches, tiny_plan
 from torch.nn import functional
 
@@ -28,6 +28,10 @@ from toolkit.planning.plan import Plan
 from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT
 
 MANY = 32
+# The ZeRO stage that stands for the others by default, and ways to evaluate that are `full`.
+STAGE, STAGES_TOO = 3, (1, 2)
+EACH_STAGE = [STAGE, *(pytest.param(stage, marks=pytest.mark.full) for stage in STAGES_TOO)]
+EVALUATED_TOO = ("evaluation", "evaluation split")
 EVALUATED = MAX_SENDS_IN_FLIGHT + 2
 SGD = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": 1e6}
 FOUR = {"num_hidden_layers": 4}
@@ -113,45 +117,53 @@ def in_half(stage: int) -> Plan:
     )
 
 
-def in_half_everything() -> dict[str, Any]:
+def in_half_everything(stages: tuple[int, ...]) -> dict[str, Any]:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: True)
-        for stage in (1, 2, 3):
+        for stage in stages:
             with tk.initialize(in_half(stage)) as run:
                 batches = [step_batches(step, ranks=1)[0] for step in range(HALF_STEPS)]
                 found[f"fp16 zero {stage}"] = [(float(run.step(batch)), run.gradient_norm) for batch in batches]
     return found
 
 
-def everything(rank: int) -> dict[str, Any]:
-    found: dict[Any, Any] = in_half_everything()
-    for name, plan in PLANS.items():
-        with tk.initialize(plan) as run:
+def of_stages(rank: int, stages: tuple[int, ...], evaluated: tuple[str, ...]) -> dict[Any, Any]:
+    """What is asked of each ZeRO stage alike, and of each way to evaluate."""
+    leave_group()
+    found: dict[Any, Any] = in_half_everything(stages)
+    for name in evaluated:
+        with tk.initialize(PLANS[name]) as run:
             found[name] = run.evaluate(step_batches(3, ranks=1, accumulation=EVALUATED)[0])
             passes: Any = run._passes
             found[f"{name}, under way"] = len(passes.channels._sent)
+    for summed, plan in SUMMED.items():
+        if summed[1] in stages:
+            with tk.initialize(plan) as run:
+                before = full_weights(run.model, run.world)
+                run.step(step_batches(0, ranks=1, accumulation=MANY)[0])
+                after = full_weights(run.model, run.world)
+                found[summed] = {name: before[name] - after[name] for name in before}
+    found["halts"] = {
+        stage: halts_of_steps(plan_of(parallel={"zero_stage": stage}, train={"gradient_accumulation_steps": 2}))
+        for stage in stages
+    }
+    return found
+
+
+def everything(rank: int) -> dict[str, Any]:
+    found = of_stages(rank, (STAGE,), tuple(name for name in PLANS if name not in EVALUATED_TOO))
     for name, plan in DRAWING.items():
         with tk.initialize(plan):
             found[name] = functional.dropout(torch.ones(64)).tolist()
-    for summed, plan in SUMMED.items():
-        with tk.initialize(plan) as run:
-            before = full_weights(run.model, run.world)
-            run.step(step_batches(0, ranks=1, accumulation=MANY)[0])
-            after = full_weights(run.model, run.world)
-            found[summed] = {name: before[name] - after[name] for name in before}
     for offload, plan in OFFLOADING.items():
         with tk.initialize(plan) as run:
             batches = [step_batches(step, ranks=1)[0] for step in range(2)]
             found[offload] = [(float(run.step(batch)), run.gradient_norm) for batch in batches]
     found["partitions"] = {name: partition_kept(plan) for name, plan in PARTLY.items()}
     found["kept"] = {stage: gradients_kept(plan) for stage, plan in KEEPING.items()}
-    found["halts"] = {
-        stage: halts_of_steps(plan_of(parallel={"zero_stage": stage}, train={"gradient_accumulation_steps": 2}))
-        for stage in (1, 2, 3)
-    }
     for name, plan in FOLLOWING.items():
         with tk.initialize(plan) as run:
             found[name] = float(run.step(step_batches(0)[run.world.coordinate.dp]))
@@ -276,6 +288,19 @@ def ranks() -> list[dict[str, Any]]:
     return run_distributed(everything, 2, timeout_seconds=600)
 
 
+@pytest.fixture(scope="module")
+def rest() -> list[dict[str, Any]]:
+    return run_distributed(of_stages, 2, STAGES_TOO, EVALUATED_TOO, timeout_seconds=600)
+
+
+@pytest.fixture
+def ranks_of(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What the ranks found of a test's stage, or of its way to evaluate."""
+    told = request.node.callspec.params
+    too = told.get("stage") in STAGES_TOO or told.get("name") in EVALUATED_TOO
+    return request.getfixturevalue("rest" if too else "ranks")
+
+
 def whole(plan: Plan) -> Any:
     train = {"precision": plan.settings.precision}
     return build_model(
@@ -286,20 +311,22 @@ def whole(plan: Plan) -> Any:
 
 @pytest.mark.gloo
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", PLANS)
-def test_evaluation_is_that_of_the_whole_model(ranks: list[dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in EVALUATED_TOO else ()) for name in PLANS]
+)
+def test_evaluation_is_that_of_the_whole_model(ranks_of: list[dict[str, Any]], name: str) -> None:
     with torch.no_grad():
         wanted, _ = reference_loss(whole(PLANS[name]).eval(), step_batches(3, ranks=1, accumulation=EVALUATED)[0])
-    for found in ranks:
+    for found in ranks_of:
         assert found[name] == pytest.approx(float(wanted), abs=1e-5)
         assert found[f"{name}, under way"] <= MAX_SENDS_IN_FLIGHT, "what a stage has sent must not pile up"
-    assert ranks[0][f"{name}, under way"] > 0
+    assert ranks_of[0][f"{name}, under way"] > 0
 
 
 @pytest.mark.gloo
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sums_in_fp32_are_closer_than_those_in_bf16(ranks: list[dict[str, Any]], stage: int) -> None:
+@pytest.mark.parametrize("stage", EACH_STAGE)
+def test_sums_in_fp32_are_closer_than_those_in_bf16(ranks_of: list[dict[str, Any]], stage: int) -> None:
     model = whole(SUMMED["fp32", stage])
     batches = step_batches(0, ranks=1, accumulation=MANY)[0]
     count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
@@ -315,7 +342,7 @@ def test_sums_in_fp32_are_closer_than_those_in_bf16(ranks: list[dict[str, Any]],
     errors = {
         dtype: max(
             float((torch.from_numpy(found[dtype, stage][name]) - exact[name]).norm() / exact[name].norm())
-            for found in ranks
+            for found in ranks_of
             for name in found[dtype, stage]
         )
         for dtype in ("bf16", "fp32")
@@ -326,12 +353,12 @@ def test_sums_in_fp32_are_closer_than_those_in_bf16(ranks: list[dict[str, Any]],
 
 @pytest.mark.gloo
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_in_fp16_carry_the_scale_of_the_loss(ranks: list[dict[str, Any]], stage: int) -> None:
+@pytest.mark.parametrize("stage", EACH_STAGE)
+def test_gradients_in_fp16_carry_the_scale_of_the_loss(ranks_of: list[dict[str, Any]], stage: int) -> None:
     train = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.5}
     case = Case(train=train, stage=stage, architecture="llama-tied", data=1, steps=HALF_STEPS, config=FOUR)
     wanted = reference(case)
-    for found in ranks:
+    for found in ranks_of:
         losses, norms = zip(*found[f"fp16 zero {stage}"], strict=True)
         # Processors with units for fp16 accumulate in it (2 % seen); a scale that is left out or kept is a factor of 2 or more.
         assert losses == pytest.approx(wanted.losses, rel=0.05)
@@ -364,10 +391,10 @@ def test_zero_1_alone_keeps_gradients_whole_between_passes(ranks: list[dict[str,
 
 @pytest.mark.gloo
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_no_pass_halts_the_host(ranks: list[dict[str, Any]], stage: int) -> None:
+@pytest.mark.parametrize("stage", EACH_STAGE)
+def test_no_pass_halts_the_host(ranks_of: list[dict[str, Any]], stage: int) -> None:
     """On cards that is a deadlock: what has been asked for comes once the other stages go on, and they may halt as well."""
-    assert [found["halts"][stage] for found in ranks] == [[], []]
+    assert [found["halts"][stage] for found in ranks_of] == [[], []]
 
 
 @pytest.mark.gloo
@@ -392,19 +419,10 @@ def test_stages_that_are_given_different_batches_are_told(ranks: list[dict[str, 
         assert "rank 0 of their replica 0, 1" in found["refused"]
 
 
-@pytest.fixture(scope="module")
-def four() -> dict[int, list[dict[str, Any]]]:
-    return {stage: run_distributed(failing_step, 4, stage, timeout_seconds=240) for stage in FAILING}
-
-
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", FAILING)
-def test_a_failed_pass_ends_without_waiting_for_the_others(four: dict[int, list[dict[str, Any]]], stage: int) -> None:
-    assert four[stage][-1]["events"] == ["forward", "backward", "forward", "out of memory, say"]
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("stage", FAILING)
-def test_nothing_runs_after_a_failed_pass(four: dict[int, list[dict[str, Any]]], stage: int) -> None:
-    assert four[stage][-1]["later"] == [("STEP_AFTER_FAILURE",)] * 2
-    assert four[stage][-1]["methods"] == []
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+def test_a_failed_pass_ends_without_waiting_for_the_others_and_nothing_runs_after_it(stage: int) -> None:
+    failed = run_distributed(failing_step, 4, stage, timeout_seconds=240)[-1]
+    assert failed["events"] == ["forward", "backward", "forward", "out of memory, say"]
+    assert failed["later"] == [("STEP_AFTER_FAILURE",)] * 2
+    assert failed["methods"] == []

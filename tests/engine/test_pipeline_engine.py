@@ -16,11 +16,13 @@ from courses import (
     STEADY,
     SUMS,
     Case,
+    Course,
     arguments_of,
     assert_follows_plain_torch,
     failures,
     parameters,
     train_all,
+    train_cases,
 )
 from ranks import run_distributed
 from tiny_plans import step_batches
@@ -28,7 +30,7 @@ from tiny_plans import step_batches
 import toolkit as tk
 from toolkit.pipeline_parallel.part import inner_model, stage_info
 
-RANKS, STEPS = 4, 6
+RANKS, STEPS = 4, 4
 FOUR = {"num_hidden_layers": 4}
 PAIR: dict[str, Any] = {"pipeline": 2, "data": 2, "micro_batches": 4, "config": FOUR}
 DEEP: dict[str, Any] = {"pipeline": 4, "data": 1, "micro_batches": 6, "config": FOUR}
@@ -154,16 +156,13 @@ def product_cases() -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def courses() -> list[dict[str, Any]]:
-    return run_distributed(
-        train_all, RANKS, arguments_of({name: CASES[name] for name in DEFAULT}), timeout_seconds=1200
-    )
+def courses() -> dict[str, list[Course | str]]:
+    return train_cases(CASES, default=DEFAULT)
 
 
 @pytest.fixture(scope="module")
-def others() -> list[dict[str, Any]]:
-    chosen = {name: case for name, case in CASES.items() if name not in DEFAULT}
-    return run_distributed(train_all, RANKS, arguments_of(chosen), timeout_seconds=1200)
+def others() -> dict[str, list[Course | str]]:
+    return train_cases(CASES, default=DEFAULT, others=True)
 
 
 @pytest.fixture(scope="module")
@@ -212,12 +211,12 @@ def copy_after(case: Case) -> Any:
 @pytest.mark.parametrize("name", parameters(CASES, default=DEFAULT))
 def test_trains_as_plain_torch_does(request: pytest.FixtureRequest, name: str) -> None:
     found = request.getfixturevalue("courses" if name in DEFAULT else "others")
-    assert_follows_plain_torch(CASES[name], [rank[name] for rank in found])
+    assert_follows_plain_torch(CASES[name], found[name])
 
 
 @pytest.mark.gloo
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", parameters(COPIES, default=["bf16"]))
+@pytest.mark.parametrize("name", parameters(COPIES, default=()))
 def test_both_copies_of_a_tied_weight_stay_one(request: pytest.FixtureRequest, name: str) -> None:
     """Rounded sums of four depend on their order, in which the two stages reduce differently."""
     found = request.getfixturevalue("eight" if name == "bf16" else "rounded")
@@ -228,7 +227,7 @@ def test_both_copies_of_a_tied_weight_stay_one(request: pytest.FixtureRequest, n
 
 @pytest.mark.gloo
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", parameters(CUBES, default=[CUBE_OF_TWOS]))
+@pytest.mark.parametrize("name", parameters(CUBES, default=()))
 def test_three_axes_train_as_plain_torch_does(request: pytest.FixtureRequest, name: str) -> None:
     found = request.getfixturevalue("eight" if name == CUBE_OF_TWOS else "flat")
     assert_follows_plain_torch(CUBES[name], [rank[name] for rank in found])

@@ -19,12 +19,12 @@ from courses import (
     STEADY,
     SUMS,
     Case,
-    arguments_of,
+    Course,
     assert_follows_plain_torch,
     failures,
     parameters,
     reference,
-    train_all,
+    train_cases,
 )
 from ranks import run_distributed
 from tiny_plans import step_batches
@@ -123,21 +123,20 @@ def product_cases() -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def courses() -> list[dict[str, Any]]:
-    return run_distributed(train_all, RANKS, arguments_of({name: CASES[name] for name in DEFAULT}))
+def courses() -> dict[str, list[Course | str]]:
+    return train_cases(CASES, default=DEFAULT)
 
 
 @pytest.fixture(scope="module")
-def others() -> list[dict[str, Any]]:
-    chosen = {name: case for name, case in CASES.items() if name not in DEFAULT}
-    return run_distributed(train_all, RANKS, arguments_of(chosen))
+def others() -> dict[str, list[Course | str]]:
+    return train_cases(CASES, default=DEFAULT, others=True)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", parameters(CASES, default=DEFAULT))
 def test_trains_as_plain_torch_does(request: pytest.FixtureRequest, name: str) -> None:
     found = request.getfixturevalue("courses" if name in DEFAULT else "others")
-    assert_follows_plain_torch(CASES[name], [rank[name] for rank in found])
+    assert_follows_plain_torch(CASES[name], found[name])
 
 
 @pytest.mark.gloo

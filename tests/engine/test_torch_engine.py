@@ -18,11 +18,11 @@ from courses import (
     ROUTED,
     SGD,
     Case,
-    arguments_of,
+    Course,
     assert_follows_plain_torch,
     full_weights,
     parameters,
-    train_all,
+    train_cases,
 )
 from ranks import leave_group, run_distributed
 from safetensors.torch import load_file
@@ -33,9 +33,14 @@ from toolkit.engine.sharded_files import ENGINE_FILE
 from toolkit.errors import CheckpointError, PlanError
 from toolkit.planning.plan import Plan
 
-STEPS, BEFORE, AFTER = 10, 3, 2
+STEPS, BEFORE, AFTER = 6, 2, 2
 OPTIONS: dict[str, dict[str, Any]] = {
-    "ddp": {"bucket_cap_mb": 1, "find_unused_parameters": True, "broadcast_buffers": False},
+    "ddp": {
+        "bucket_cap_mb": 1,
+        "find_unused_parameters": True,
+        "broadcast_buffers": False,
+        "gradient_as_bucket_view": True,
+    },
     "fsdp2": {"reshard_after_forward": False},
 }
 STRATEGIES = ("ddp", "fsdp2")
@@ -61,35 +66,46 @@ def cases() -> dict[str, Case]:
         made[f"padded, alone {strategy}"] = Case(train=SGD, packing="none", data=1, **of)
     replicated = {"dp_replicate_size": 2, "reduce_dtype": "fp32"}
     made["hybrid fsdp2"] = Case(train=SGD | BF16, strategy="fsdp2", options=replicated, data=4, **NEAR)
+    offloaded = {"strategy": "fsdp2", "options": {"cpu_offload": True}}
+    made["offloaded fsdp2"] = Case(train=ADAM, steps=STEPS, **offloaded, **CLOSE)
+    made["offloaded adapters fsdp2"] = Case(train=LORA, **offloaded)
     made["replicated fsdp2"] = Case(train=SGD, strategy="fsdp2", options={"dp_replicate_size": 2})
     made["static graph ddp"] = Case(train=SGD, strategy="ddp", options={"static_graph": True}, micro_batches=1)
     return made
 
 
 CASES = cases()
-DEFAULT = tuple(name for name in CASES if not name.startswith("compiled"))
-SIZES = (1, RANKS, 4)
+# What the strategies share is met under one of them by default.
+REST = (
+    *(
+        "offloaded adapters fsdp2",
+        "lora ddp",
+        "experts fsdp2",
+        "tied, chunked ddp",
+        "lora and head fsdp2",
+        "padded, alone ddp",
+        "replicated fsdp2",
+    ),
+    *(name for name in CASES if name.startswith("compiled")),
+)
+DEFAULT = tuple(name for name in CASES if name not in REST)
 
 
 @pytest.fixture(scope="module")
-def courses() -> dict[int, list[dict[str, Any]]]:
-    """By number of ranks: what each rank found."""
-    of_size = {size: {name: CASES[name] for name in DEFAULT if CASES[name].data == size} for size in SIZES}
-    return {size: run_distributed(train_all, size, arguments_of(chosen)) for size, chosen in of_size.items()}
+def courses() -> dict[str, list[Course | str]]:
+    return train_cases(CASES, default=DEFAULT)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict[str, Any]]:
-    chosen = {name: case for name, case in CASES.items() if name not in DEFAULT}
-    return run_distributed(train_all, RANKS, arguments_of(chosen), timeout_seconds=900)
+def others() -> dict[str, list[Course | str]]:
+    return train_cases(CASES, default=DEFAULT, others=True)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", parameters(CASES, default=DEFAULT))
 def test_follows_plain_torch(name: str, request: pytest.FixtureRequest) -> None:
-    case = CASES[name]
-    found = request.getfixturevalue("courses")[case.data] if name in DEFAULT else request.getfixturevalue("compiled")
-    assert_follows_plain_torch(case, [rank[name] for rank in found])
+    found = request.getfixturevalue("courses" if name in DEFAULT else "others")
+    assert_follows_plain_torch(CASES[name], found[name])
 
 
 # ---- checkpoints and exports ------------------------------------------------------------------------------------------
@@ -97,11 +113,16 @@ def test_follows_plain_torch(name: str, request: pytest.FixtureRequest) -> None:
 
 def saved_plan(strategy: str, method: str, **train: Any) -> Plan:
     learning = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear", "method": method}
-    return tiny_plan(train=learning | train, parallel={"strategy": strategy, "zero_stage": None})
+    offloaded = {"strategy": "fsdp2", "fsdp2": {"cpu_offload": True}}
+    parallel = offloaded if strategy == "offloaded" else {"strategy": strategy}
+    return tiny_plan(train=learning | train, parallel={"zero_stage": None} | parallel)
 
 
 def losses(run: tk.Run, *, start: int, count: int) -> list[float]:
-    return [float(run.step(step_batches(step)[run.world.coordinate.dp])) for step in range(start, start + count)]
+    return [
+        float(run.step(step_batches(step, ranks=run.world.grid.dp)[run.world.coordinate.dp]))
+        for step in range(start, start + count)
+    ]
 
 
 def save_and_resume(rank: int, plans: dict[str, Plan], folder: Path) -> dict[str, Any]:
@@ -122,22 +143,27 @@ def save_and_resume(rank: int, plans: dict[str, Plan], folder: Path) -> dict[str
     return found
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("saved")
-    plans = {
-        f"{strategy}-{method}": saved_plan(strategy, method) for strategy in STRATEGIES for method in ("full", "lora")
-    }
+SAVED = [("ddp", "full"), ("fsdp2", "full"), ("fsdp2", "lora"), ("offloaded", "full")]
+SAVED_TOO = ("ddp", "lora")
+
+
+def save(folder: Path, *cases: tuple[str, str]) -> tuple[Path, dict[str, Any]]:
+    plans = {f"{strategy}-{method}": saved_plan(strategy, method) for strategy, method in cases}
     return folder, run_distributed(save_and_resume, RANKS, plans, folder)[0]
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return save(tmp_path_factory.mktemp("saved"), *SAVED)
+
+
 @pytest.mark.gloo
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "method"), [*SAVED, pytest.param(*SAVED_TOO, marks=pytest.mark.full)])
 def test_resumes_exactly_and_exports_what_was_trained(
-    strategy: str, method: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+    strategy: str, method: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    folder, found = saved
+    saved_too = (strategy, method) == SAVED_TOO
+    folder, found = save(tmp_path / "saved", SAVED_TOO) if saved_too else request.getfixturevalue("saved")
     name = f"{strategy}-{method}"
     own = found[name]
     assert own["resumed"] == own["straight"]

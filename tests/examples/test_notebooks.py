@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from quick_python import quick_python
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -53,6 +54,8 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     client = nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
+    kernel = client.create_kernel_manager().kernel_spec
+    kernel.argv = [str(quick_python()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     client.execute()  # raises with the traceback of the cell that fails
     printed = "".join(
         output.text for cell in code(notebook) for output in cell.outputs if output.get("name") == "stdout"

@@ -44,11 +44,11 @@ PRODUCT |= {
     for dtype in ("fp32", "bf16")
     if (stage, dtype) != (3, "fp32")
 }
-# By default each kind of weights (tied, transposed, two layouts of experts, latent attention), and each stage in both dtypes.
+# By default each kind of weights (tied, transposed, two layouts of experts, latent attention), each stage in both dtypes.
 FULL = {
     name: PRODUCT[name]
     for name in (
-        *("llama-z3", "gpt2-z3", "qwen3_moe-z3", "mixtral-z3", "deepseek_v2-z3"),
+        *("llama-z3", "gpt2-z3", "qwen3_moe-z3", "deepseek_v2-z3"),
         *("mixtral-z0-fp32", "llama-z0-bf16", "llama-tied-z1-fp32", "qwen3_moe-z1-bf16"),
         *("llama-z2-fp32", "llama-z2-bf16", "qwen3_moe-z2-bf16", "qwen3_moe-z3-bf16"),
     )
@@ -72,7 +72,7 @@ LORA |= {
     "lora-qwen3_moe": ("qwen3_moe", 3, "fp32", {"target_modules": "all-linear"}),
 }
 # By default each stage, kind of module and of experts is met once; the frozen weights of a few come from elsewhere.
-LORA_REST = ("lora-z1", "lora-olmoe", "lora-qwen3_moe", "lora-deepseek_v2")
+LORA_REST = ("lora-z1", "lora-z3", "lora-olmoe", "lora-qwen3_moe", "lora-deepseek_v2")
 FROZEN = ("lora-z0", "lora-z3-bf16", "lora-tied", "lora-gpt2", "lora-save", "lora-untie", "lora-mixtral")
 
 

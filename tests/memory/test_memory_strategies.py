@@ -21,7 +21,7 @@ def job(*, gpus=4, model="llama-3.2-1b", parallel=None, **train):
         {
             "model": {"name": model, "init": "random"},
             "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": gpus},
-            "train": {"sequence_length": 512, "per_device_train_batch_size": 1, "max_steps": 1, **train},
+            "train": {"sequence_length": 512, "per_device_train_batch_size": 1, "max_steps": 9, **train},
             "parallel": parallel or {},
         }
     )
@@ -54,6 +54,30 @@ def test_ddp_keeps_weights_buckets_and_moments_in_training_precision(estimator):
     assert several.checkpoint_bytes == near(6 * PARAMETERS)
 
 
+def test_communication_hooks_keep_what_they_have_not_sent(estimator):
+    def ddp(gpus=4, nodes=1, **options):
+        document = job(gpus=gpus, parallel={"strategy": "ddp", "ddp": options}).with_({"cluster.nodes": nodes})
+        return estimator.estimate(Scenario.of(document))
+
+    plain, view, products = (
+        ddp(**options)
+        for options in (
+            {},
+            {"gradient_as_bucket_view": True},
+            {"comm_hook": "power_sgd", "power_sgd_rank": 2, "power_sgd_start_step": 2},
+        )
+    )
+    assert between_steps(view) == near(between_steps(plain)), "gradients are freed, their buckets are not"
+    assert "gradients" not in view.fullest.phases["step"].causes
+    assert between_steps(products) - between_steps(plain) == pytest.approx(2 * PARAMETERS, rel=0.01)
+    assert products.checkpoint_bytes - plain.checkpoint_bytes == near(4 * 2 * PARAMETERS)
+    largest = ddp(nodes=2, comm_hook="top_k", top_k_ratio=0.05, bucket_cap_mb=100_000)
+    assert between_steps(largest) - between_steps(plain) == near(2 * PARAMETERS / 4)
+    layer = 2 * (PARAMETERS - 128_256 * 2048) / 16
+    sent = largest.fullest.phases["backward"].causes["gradients being sent"]
+    assert 1.5 * (2 * PARAMETERS - layer) < sent < 1.5 * 2 * PARAMETERS, "one bucket, but for the first of 1 MiB"
+
+
 def test_fsdp2_shards_masters_and_moments_and_gathers_by_layer(estimator):
     report = estimated(estimator, parallel={"strategy": "fsdp2"})
     assert between_steps(report) == near(12 * PARAMETERS / 4 + WORKSPACES)
@@ -80,6 +104,23 @@ def test_options_of_fsdp2_change_what_is_held(estimator):
     wide = fsdp2(reduce_dtype="fp32")
     buffers = [phases["backward"].causes["reduction buffer"] for phases in (usual, wide)]
     assert buffers[1] == near(2 * buffers[0])
+
+
+def test_what_fsdp2_offloads_leaves_the_card_for_the_host(estimator):
+    here, there = (
+        estimated(estimator, parallel={"strategy": "fsdp2", "fsdp2": {"cpu_offload": moves}}) for moves in (False, True)
+    )
+    assert between_steps(here) - between_steps(there) == near(12 * PARAMETERS / 4)
+    assert "gradient partition" not in there.fullest.phases["step"].causes
+    came = {cause: there.host.bytes_per_rank.get(cause, 0) for cause in ("master parameters", "gradient partition")}
+    for size in came.values():
+        assert 4 * PARAMETERS / 4 <= size < 2 * 4 * PARAMETERS / 4, "page-locked blocks are powers of two"
+    assert there.host.bytes_per_rank["optimizer state"] == near(8 * PARAMETERS / 4)
+    with pytest.raises(PlanError, match="cpu_offload=true puts about") as caught:
+        tk.resolve(
+            job(parallel={"strategy": "fsdp2", "fsdp2": {"cpu_offload": True}}).with_("cluster.host_memory_gib=8")
+        )
+    assert caught.value.codes == ("OFFLOAD_HOST_MEMORY",)
 
 
 def test_accumulation_keeps_whole_gradients_under_fsdp2(estimator):

@@ -42,6 +42,15 @@ def test_adapters_have_the_precision_of_the_model_and_evaluation_changes_nothing
     assert torch.equal(trained, adapted.train()(input_ids=tokens()).logits)
 
 
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16], ids=str)
+def test_the_data_type_that_stores_packed_weights_changes_nothing(storage: torch.dtype) -> None:
+    plain, stored = tiny_model("llama"), tiny_model("llama")
+    hold_in_nf4(plain, dtype=torch.float32)
+    hold_in_nf4(stored, dtype=torch.float32, storage=storage)
+    assert {layer.weight.dtype for layer in stored.modules() if isinstance(layer, Linear4bit)} == {storage}
+    assert torch.equal(logits(plain), logits(stored))
+
+
 def test_a_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(PlanError) as caught:
         hold_in_nf4(tiny_model("gpt2"), dtype=torch.float32)

@@ -38,13 +38,14 @@ def table(first: str) -> dict[str, list[str]]:
     return {name: rest for name, *rest in cells[1:]}
 
 
-def refusals(parallel: dict[str, Any], method: str, precision: str, offload: str) -> set[str]:
+def refusals(parallel: dict[str, Any], method: str, precision: str, offload: str, optimizer: str = "adamw") -> set[str]:
     job = {
         "model": "llama-3.1-8b",
         "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": 4, "nvme_path": "/local", "host_memory_gib": 4096},
         "train": {
             "method": method,
             "precision": precision,
+            "optimizer": optimizer,
             "max_steps": 1,
             "gradient_accumulation_steps": 4,
             "sequence_length": 512,
@@ -59,6 +60,7 @@ def refusals(parallel: dict[str, Any], method: str, precision: str, offload: str
 
 
 DEFAULT = ("ZeRO-3", "FSDP2")
+OPTIMIZERS = ("adamw", "adamw_torch", "sgd", "adamw_8bit", "lion", "adafactor", "muon")
 
 
 @pytest.mark.parametrize(
@@ -81,5 +83,15 @@ def test_each_cell_is_accepted_or_refused_as_it_says(name: str) -> None:
                 assert not all(found), (method, precision, offload, found)
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.full) for name in ROWS]
+)
+def test_each_optimizer_is_accepted_or_refused_as_it_says(name: str) -> None:
+    for said, optimizer in zip(table("AdamW")[name], OPTIMIZERS, strict=True):
+        for parallel in ROWS[name]:
+            found = refusals(parallel, "full", "bf16", "none", optimizer)
+            assert found == (set() if said in ("yes", "cards") else {said}), (optimizer, parallel)
+
+
 def test_every_strategy_has_a_row() -> None:
-    assert list(table("all weights")) == list(table("nothing")) == list(ROWS)
+    assert list(table("all weights")) == list(table("nothing")) == list(table("AdamW")) == list(ROWS)

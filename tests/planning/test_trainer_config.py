@@ -48,7 +48,7 @@ EXAMPLES = [
     {"train": {"optimizer": "lion", "adam_beta1": 0.95}, "nodes": 2},
     {"train": {"adam_beta1": 0.8, "adam_epsilon": 1e-6, "weight_decay": 0.1, "learning_rate": 3e-4, "num_train_epochs": 2}},
     {"train": {"lr_scheduler_type": "cosine_with_min_lr", "min_learning_rate_ratio": 0.1, "gradient_checkpointing": False}},
-    {"train": {"learning_rate_scaling": "sqrt", "learning_rate_reference_batch_size": 3, "report_to": ["tensorboard"]}},
+    {"train": {"learning_rate_scaling": "sqrt", "learning_rate_reference_batch_size": 3, "report_to": ["tensorboard"], "push_to_hub": "me/mine"}},
     {"data": {"train": "a/b", "eval": "a/b"}, "train": {"eval_steps": 5, "per_device_eval_batch_size": 3}},
     {"parallel": {"zero_stage": 3, "offload": "full-cpu"}, "train": {"train_batch_size": 24}},
     {"parallel": {"zero_stage": 1}, "train": {"gradient_accumulation_dtype": "fp32"}},
@@ -72,6 +72,8 @@ def test_trainer_finds_no_mismatch_with_the_json(sections, tmp_path):
     assert settings.num_train_epochs in (None, arguments.num_train_epochs)
     assert arguments.eval_strategy == ("no" if settings.eval_steps is None else "steps")
     assert arguments.report_to == list(train.report_to)
+    pushed = (train.push_to_hub is not None, train.push_to_hub, train.push_to_hub and train.hub_private_repo)
+    assert (arguments.push_to_hub, arguments.hub_model_id, arguments.hub_private_repo) == pushed
     assert arguments.gradient_checkpointing is (settings.gradient_checkpointing > 0)
 
 
@@ -133,9 +135,19 @@ def test_what_trainer_cannot_carry():
     refused("INTEGRATION_KERNELS", "train.kernels", train={"kernels": "liger"})
     grouped = {"train": "org/set", "packing": "none", "group_by_length": True}
     assert plan_of(data=grouped).training_arguments()["train_sampling_strategy"] == "group_by_length"
+    rope = {"name": "quickstart-llama", "rope_scaling": {"type": "linear", "factor": 2}}
+    refused("INTEGRATION_MODEL", "model.rope_scaling", model=rope)
+    refused("INTEGRATION_MODEL", "model.added_tokens", model={"name": "quickstart-llama", "added_tokens": ["<a>"]})
     refused("INTEGRATION_LOOP", "train.callbacks", train={"callbacks": ["hooks:Mine"]})
     refused("INTEGRATION_LOSS", "train.label_smoothing_factor", train={"label_smoothing_factor": 0.1})
     refused("INTEGRATION_LOSS", "train.compute_loss", train={"compute_loss": "a:b"})
+    best = {"load_best_model_at_end": True, "save_only_model": True}
+    refused(
+        "INTEGRATION_LOOP", "train.save_only_model", train=best, data={"train": "a.jsonl", "validation_fraction": 0.1}
+    )
+    refused(
+        "INTEGRATION_LOOP", "train.save_only_model", train={"save_only_model": True}, parallel={"strategy": "fsdp2"}
+    )
     refused("INTEGRATION_LOSS", "train.z_loss", train={"z_loss": 1e-4})
     assert plan_of(train={"neftune_noise_alpha": 5}).training_arguments()["neftune_noise_alpha"] == 5
     held = {"train": "a.jsonl", "validation_fraction": 0.1}

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_distributed
-from train_jobs import curve, job_values, write_inputs
+from train_jobs import curve, job_values, records, write_inputs
 
 from toolkit.config.job import Job
 from toolkit.config.user_code import find_beside
+from toolkit.distributed.world import destroy_world, init_world
+from toolkit.engine.run import Run
 from toolkit.errors import ToolkitError
 from toolkit.planning.resolve import resolve
 from toolkit.trainer.loop import train
@@ -59,6 +61,50 @@ def _both(rank: int, root_name: str) -> dict[str, Any]:
     results["other"] = _run(root, "parts", heavier, resume="latest")
     results["second"] = _run(root, "parts", data, resume="latest")
     return results
+
+
+def _streamed(rank: int, root_name: str, resume: bool) -> dict[str, Any]:
+    """The whole run and one that dies after step 5, a step past its checkpoint; or that one's second session."""
+    root = Path(root_name)
+    data = {"train": [str(root / "data.jsonl"), str(root / "more.jsonl")], "streaming": True, "shuffle_buffer": 6}
+    data |= {"eval": str(root / "more.jsonl"), "packing": "separated", "long_rows": "split"}
+    if resume:
+        return {"second": _run(root, "parts", data, resume="latest")}
+    plan = resolve(Job.model_validate(job_values(root, "parts", data=data)))
+
+    def die(run: Run) -> None:
+        @run.on_step_end
+        def at_five(run: Run, loss: torch.Tensor) -> None:
+            if run.step_count == 5:
+                raise KeyboardInterrupt
+
+    results = {"whole": _run(root, "whole", data)}
+    try:
+        train(plan, reporter=Silent(), attach=die)
+    except KeyboardInterrupt:
+        destroy_world(init_world(plan.grid, backend="gloo"))
+    results["other"] = _run(root, "parts", {**data, "shuffle_buffer": 5}, resume="latest")
+    return results
+
+
+def test_a_streamed_run_that_dies_goes_on_at_the_sample(tmp_path: Path) -> None:
+    write_inputs(tmp_path, num_documents=7)
+    more = [{"text": f"{number}" + " and so on" * (number % 6)} for number in range(5)]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(record) + "\n" for record in more))
+    for results in run_distributed(_streamed, 2, str(tmp_path), False):
+        assert results == {"whole": 8, "other": ("CHECKPOINT_DATA",)}
+    assert not (tmp_path / "parts" / "checkpoint-8").exists()
+    for results in run_distributed(_streamed, 2, str(tmp_path), True):
+        assert results == {"second": 8}
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert len(curve(tmp_path / "whole")) == 8
+    assert {record["epoch"] for record in records(tmp_path / "whole") if "epoch" in record} != {0}
+    saved = [
+        torch.load(tmp_path / run / "checkpoint-8" / "random" / "rank-00001.pt", weights_only=False)["stream"]
+        for run in ("whole", "parts")
+    ]
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in ("lengths", "tokens", "targets"))
+    assert saved[0]["position"] == saved[1]["position"]
 
 
 def test_a_resumed_run_reads_what_the_whole_one_reads(tmp_path: Path) -> None:

@@ -168,6 +168,9 @@ WATCHED = {
 }
 
 
+NAMED = WATCHED | {"metric_for_best_model": "short_loss", "samples": None}
+
+
 def _watch(root: Path, results: dict[str, Any], name: str, **sections: Any) -> None:
     """A run that ends early, whole and in two parts."""
     sections = {"data": {"validation_fraction": 0.25}, "train": WATCHED, **sections}
@@ -197,24 +200,36 @@ def _check_watched(root: Path, results: dict[str, Any], name: str) -> None:
     assert curve(root / f"{name}-parts") == curve(root / name)
 
 
-def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
+def _resumed(root: Path, results: dict[str, Any], stage: int) -> None:
+    """A run, whole and in two parts."""
+    sections = {"parallel": {"zero_stage": stage}, "train": {"weight_decay": 0.1}}
+    results[f"whole-{stage}"] = _run(root, f"whole-{stage}", **sections)
+    results[f"first-{stage}"] = _run(root, f"parts-{stage}", stop_after=3, **sections)
+    # Other draws in between, as another process would have made: what is restored must not depend on them.
+    torch.rand(17 + torch.distributed.get_rank())
+    results[f"second-{stage}"] = _run(root, f"parts-{stage}", resume="checkpoint-3", **sections)
+
+
+def _other_runs(rank: int, root_name: str) -> dict[str, Any]:
+    """What tests/checkpoint holds to by default, in the loop."""
     root = Path(root_name)
-    find_beside(root / "job.yaml")
     results: dict[str, Any] = {}
-    for stage in (2, 3):
-        sections = {"parallel": {"zero_stage": stage}, "train": {"weight_decay": 0.1}}
-        results[f"whole-{stage}"] = _run(root, f"whole-{stage}", **sections)
-        results[f"first-{stage}"] = _run(root, f"parts-{stage}", stop_after=3, **sections)
-        # Other draws in between, as another process would have made: what is restored must not depend on them.
-        torch.rand(17 + rank)
-        results[f"second-{stage}"] = _run(root, f"parts-{stage}", resume="checkpoint-3", **sections)
-    results["over"] = _run(root, "whole-2", parallel={"zero_stage": 2}, train={"weight_decay": 0.1})
-    results["again"] = _run(root, "parts-2", resume="checkpoint-8", train={"weight_decay": 0.1})
-    results["too-early"] = _run(root, "parts-2", resume="checkpoint-4", stop_after=4, train={"weight_decay": 0.1})
+    _resumed(root, results, 3)
     lora = {"method": "lora", "lora": {"r": 4, "lora_dropout": 0.1}}
     results["lora"] = _run(root, "lora", train=lora)
     results["lora-first"] = _run(root, "lora-parts", stop_after=4, train=lora)
     results["lora-second"] = _run(root, "lora-parts", resume="checkpoint-4", train=lora)
+    return results
+
+
+def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
+    root = Path(root_name)
+    find_beside(root / "job.yaml")
+    results: dict[str, Any] = {}
+    _resumed(root, results, 2)
+    results["over"] = _run(root, "whole-2", parallel={"zero_stage": 2}, train={"weight_decay": 0.1})
+    results["again"] = _run(root, "parts-2", resume="checkpoint-8", train={"weight_decay": 0.1})
+    results["too-early"] = _run(root, "parts-2", resume="checkpoint-4", stop_after=4, train={"weight_decay": 0.1})
     epochs = {"max_steps": None, "num_train_epochs": 1.5, "logging_steps": 5, "eval_steps": 0.4, "save_steps": 0.3}
     epochs |= {"save_total_limit": 2, "report_to": ["tensorboard"], "train_batch_size": None}
     epochs |= {"callbacks": ["hooks_of_the_loop_test:Counts"]}
@@ -233,6 +248,13 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     results["windows-first"] = _run(root, "window-parts", stop_after=4, train=windows)
     results["windows-second"] = _run(root, "window-parts", resume="checkpoint-4", train=windows)
     _watch(root, results, "watched")
+    named = {
+        "train": NAMED,
+        "data": {"eval": {"short": {"path": str(root / "data.jsonl"), "max_rows": 8}, "all": str(root / "data.jsonl")}},
+    }
+    results["named"] = [_run(root, "named", **named)]
+    results["named"] += [_run(root, "named-parts", stop_after=2, **named)]
+    results["named"] += [_run(root, "named-parts", resume="latest", **named)]
     thread = threading.Thread(target=lambda: results.update(thread=_run(root, "thread", train={"max_steps": 3})))
     thread.start()
     thread.join()
@@ -253,9 +275,17 @@ def results(root: Path) -> dict[str, Any]:
     return first
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_resumed_run_is_the_uninterrupted_one(root: Path, results: dict[str, Any], stage: int) -> None:
+@pytest.fixture(scope="module")
+def others(root: Path) -> dict[str, Any]:
+    first, second = run_distributed(_other_runs, 2, str(root))
+    assert first == second, "every rank is told the same"
+    return first
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_resumed_run_is_the_uninterrupted_one(root: Path, request: pytest.FixtureRequest, stage: int) -> None:
     """Bitwise, under dropout: loss, gradient norm and learning rate of each step."""
+    results = request.getfixturevalue("results" if stage == 2 else "others")
     whole, parts = (curve(root / f"{name}-{stage}") for name in ("whole", "parts"))
     assert sorted(whole) == list(range(1, 9))
     assert parts == whole
@@ -266,12 +296,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(root: Path, results: dict[str, A
     assert second.checkpoint == root / f"parts-{stage}" / "checkpoint-8"
 
 
-def test_lora_resumes_too(root: Path, results: dict[str, Any]) -> None:
-    assert isinstance(results["lora"], TrainResult), results["lora"]
+@pytest.mark.full
+def test_lora_resumes_too(root: Path, others: dict[str, Any]) -> None:
+    assert isinstance(others["lora"], TrainResult), others["lora"]
     assert curve(root / "lora-parts") == curve(root / "lora")
 
 
-def test_the_stages_agree(root: Path, results: dict[str, Any]) -> None:
+@pytest.mark.full
+def test_the_stages_agree(root: Path, results: dict[str, Any], others: dict[str, Any]) -> None:
     """Dropout draws the same under any stage, so only rounding differs."""
     for (second, _, _), (third, _, _) in zip(
         curve(root / "whole-2").values(), curve(root / "whole-3").values(), strict=True
@@ -382,6 +414,22 @@ def test_the_best_checkpoint_stays_and_a_run_ends_early(root: Path, results: dic
     _check_watched(root, results, "watched")
 
 
+def test_named_validation_sets_have_metrics_of_their_own(root: Path, results: dict[str, Any]) -> None:
+    whole, _, second = results["named"]
+    assert isinstance(second, TrainResult), results["named"]
+    for folder in ("named", "named-parts"):
+        evaluated = [record for record in records(root / folder) if "eval_short_loss" in record]
+        for record in evaluated:
+            assert record.keys() == {"step", "eval_seconds"} | {
+                f"eval_{name}_{metric}" for name in ("short", "all") for metric in ("loss", "nll", "accuracy")
+            }
+            assert record["eval_all_nll"] == pytest.approx(record["eval_all_loss"], rel=1e-5)
+            assert record["eval_short_loss"] != record["eval_all_loss"]
+    best = min(evaluated[1:], key=lambda record: record["eval_short_loss"])["step"]
+    assert [result.best_checkpoint.name for result in (whole, second)] == [f"checkpoint-{best}"] * 2
+    assert curve(root / "named-parts") == curve(root / "named")
+
+
 WATCHED_UNDER = {
     "zero3": {"zero_stage": 3},
     "ddp": {"strategy": "ddp", "zero_stage": None},
@@ -466,10 +514,10 @@ def test_weights_that_are_not_numbers_are_not_saved(root: Path, results: dict[st
 
 
 def test_a_checkpoint_says_what_it_is(root: Path, results: dict[str, Any]) -> None:
-    folder = root / "whole-3" / "checkpoint-8"
+    folder = root / "whole-2" / "checkpoint-8"
     state = json.loads((folder / "state.json").read_text())
-    assert (state["step"], state["num_steps"], state["zero_stage"], state["world_size"]) == (8, 8, 3, 2)
+    assert (state["step"], state["num_steps"], state["zero_stage"], state["world_size"]) == (8, 8, 2, 2)
     assert state["train_batch_size"] == 8
     assert {"torch", "deepspeed", "transformers", "toolkit"} == set(state["versions"])
     assert (folder / "probe.safetensors").exists()
-    assert not (root / "whole-3" / "checkpoint-4" / "probe.safetensors").exists()
+    assert not (root / "whole-2" / "checkpoint-4" / "probe.safetensors").exists()

@@ -175,6 +175,7 @@ def test_final_weights_are_in_the_folder_equal_and_load(runs, sample):
             assert difference <= TOLERANCE, f"{way}: {name}"
 
 
+@pytest.mark.full
 def test_ddp_trains_as_under_trainer(sample, tmp_path):
     plan = make_plan(sample, None, "fp32", tmp_path, "ddp")
     emitted = tk.emit(plan, tmp_path / "emitted")

@@ -132,7 +132,9 @@ ACCELERATE: dict[str, Origin] = {
     "fsdp_config.fsdp_version": Origin(("parallel.strategy",)),
     "fsdp_config.fsdp_auto_wrap_policy": Origin((), "one group for each decoder layer"),
     "fsdp_config.fsdp_cpu_ram_efficient_loading": Origin((), "one process of a node reads the weights"),
-    "fsdp_config.fsdp_offload_params": Origin((), "weights and optimizer state stay on the card"),
+    "fsdp_config.fsdp_offload_params": Origin(
+        ("parallel.fsdp2.cpu_offload",), "weights and optimizer state stay on the card unless the job moves them"
+    ),
     "fsdp_config.fsdp_reshard_after_forward": Origin(
         ("parallel.fsdp2.reshard_after_forward",), "a layer's weights are gathered again in the backward pass"
     ),
@@ -184,6 +186,9 @@ TRAINER: dict[str, Origin] = {
     "save_strategy": Origin(("train.save_steps",)),
     "save_steps": Origin(("train.save_steps",)),
     "save_total_limit": Origin(("train.save_total_limit",)),
+    "save_only_model": Origin(
+        ("train.save_only_model",), "checkpoints that resume, unless the job asks for weights alone"
+    ),
     "eval_strategy": Origin(_EVAL, "no evaluation without evaluation data"),
     "eval_steps": Origin(_EVAL, "no evaluation without evaluation data"),
     "eval_on_start": Origin(("train.eval_on_start",), "not before the first step unless the job asks for it"),
@@ -192,6 +197,9 @@ TRAINER: dict[str, Origin] = {
     ),
     "metric_for_best_model": Origin(("train.metric_for_best_model",), "the loss unless the job names another"),
     "greater_is_better": Origin(("train.greater_is_better",), "true, unless the metric's name ends with loss"),
+    "push_to_hub": Origin(("train.push_to_hub",)),
+    "hub_model_id": Origin(("train.push_to_hub",)),
+    "hub_private_repo": Origin(("train.hub_private_repo",)),
     "report_to": Origin(("train.report_to",), "none unless the job names one"),
     "seed": Origin(("train.seed",)),
     "train_sampling_strategy": Origin(("data.group_by_length",)),
@@ -218,5 +226,6 @@ TRAINER: dict[str, Origin] = {
         ("parallel.fsdp2.reshard_after_forward",), "a layer's weights are gathered again in the backward pass"
     ),
     "fsdp_config.state_dict_type": Origin((), "each rank saves its part"),
+    "fsdp_config.cpu_offload": Origin(("parallel.fsdp2.cpu_offload",), "off unless the job moves them"),
     "deepspeed": Origin((), "the file next to this one; Trainer checks that it agrees with these arguments"),
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.config.job import Attention
 from toolkit.errors import Problem
@@ -146,6 +146,30 @@ def _built_in(name: str) -> Architecture:
             if (text := _text(file)) is not None and _block(text, name) is not None:
                 return _architecture(name, text, root)
     return Architecture(class_name=name, attention=None)
+
+
+@cache
+def _rotary_source(model_type: str) -> str | None:
+    root = _models()
+    folder = None if root is None else root / _module_of(model_type)
+    texts = [] if folder is None else [_text(file) or "" for file in sorted(folder.glob("configuration_*.py"))]
+    return "\n".join(texts) or None
+
+
+def rotary_layout(config: Mapping[str, Any]) -> Literal["one", "nested", "own", "none"] | None:
+    """Return how a model type of transformers configures rotary embeddings: for all layers, for each kind of them, with a scaling
+    of its own alone, or not at all.
+
+    None if its source cannot be read.
+    """
+    text = _rotary_source(str(config.get("model_type")))
+    if text is None:
+        return None
+    if "rope_parameters" not in text:
+        return "none"
+    if "def validate_rope" in text:
+        return "own"
+    return "nested" if re.search(r"""["'](?:sliding|full)_attention["']\s*:""", text) else "one"
 
 
 def _architecture(name: str, text: str, root: Path | None) -> Architecture:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -16,6 +16,7 @@ from toolkit.catalog.architectures import class_problems
 from toolkit.catalog.dimensions import read_dimensions
 from toolkit.catalog.files import configs_root, read_config
 from toolkit.catalog.parameters import count_parameters
+from toolkit.catalog.rope import longest, with_rope_scaling
 from toolkit.catalog.weights import Weights, count_stored_parameters, find_weights
 from toolkit.config.fields import Word, adapter_of
 from toolkit.config.job import Model
@@ -274,8 +275,15 @@ def _build(
             "causal language models are supported",
             fix="Name a decoder-only model",
         )
+    config = with_rope_scaling(config, model)
     try:
         sizes = read_dimensions(config, source=str(source))
+        if model.resizes:
+            config["vocab_size"] = model.resized(sizes.vocab_size)
+            sizes = replace(sizes, vocab_size=config["vocab_size"])
+        scaling, limit = model.rope_scaling, sizes.max_position_embeddings
+        if scaling is not None and scaling.type != "yarn" and limit is not None:
+            sizes = replace(sizes, max_position_embeddings=longest(scaling, limit))
     except SpecError:
         # A config without the sizes of a decoder may not be of a decoder; report that first.
         raise_all(SpecError, class_problems(config, name=shown(model.name), trust_remote_code=model.trust_remote_code))

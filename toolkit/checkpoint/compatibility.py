@@ -70,6 +70,8 @@ def layout_problems(plan: Plan, saved: Plan, folder: Path) -> list[Problem]:
     for change in refused:
         causes.setdefault(change.rule.cause or change.key, []).append(change)
     problems = [_refused(together, folder) for together in causes.values()]
+    if saved.job.train.save_only_model:
+        problems.insert(0, _weights_alone(folder))
     if plan.model.config != saved.model.config:
         changed = sorted(
             key
@@ -85,6 +87,15 @@ def layout_problems(plan: Plan, saved: Plan, folder: Path) -> list[Problem]:
             )
         )
     return problems
+
+
+def _weights_alone(folder: Path) -> Problem:
+    return Problem(
+        code="CHECKPOINT_WEIGHTS_ONLY",
+        key=str(folder),
+        message=f"{folder} was saved with save_only_model=true: it has no optimizer state to resume from",
+        fix=f"For a warm start, export it (`toolkit export {folder}`), set model to the export, and train into another output_dir",
+    )
 
 
 def describe_changes(plan: Plan, saved: Plan) -> str | None:

@@ -163,6 +163,8 @@ def _changed_files(before: Sequence[Source], after: Sequence[Source], *, partial
 def _names(job: Job) -> dict[str, tuple[str, ...]]:
     """Return the sources that a job's data section names, by key."""
     named = {} if job.data is None else {key: getattr(job.data, key.removeprefix("data.")) for key in sorted(_OF_DATA)}
+    if job.data is not None and job.data.eval_sets:
+        named["data.eval"] = tuple(source.path for _, source in sorted(job.data.eval_sets.items()))
     if job.data is not None and job.data.sources is not None:
         named["data.sources"] = tuple(source.path for source in job.data.sources)
     return {key: (value,) if isinstance(value, str) else value for key, value in named.items() if value is not None}

@@ -58,7 +58,7 @@ def restore(run: Run, folder: Path, *, say: Callable[[str], None]) -> State:
     saved = saved_plan(folder)
     raise_all(CheckpointError, layout_problems(run.plan, saved, folder))
     _load_engine(run, folder, tag_of(state.step))
-    load_random_state(folder, rank=run.world.rank)
+    run.stream_state = load_random_state(folder, rank=run.world.rank)
     run.step_count = state.step
     run.state = dict(state.hooks)
     num_steps = known_num_steps(run.plan, folder, state)

@@ -64,6 +64,12 @@ def _of_sources(plan: Plan) -> Any:
     return [source.model_dump(exclude={"path"}, exclude_defaults=True) for source in sources]
 
 
+def _of_eval_sets(plan: Plan) -> Any:
+    """Return all of a plan's named validation sets but their paths, which are compared by content."""
+    sets = {} if plan.job.data is None else plan.job.data.eval_sets
+    return {name: source.model_dump(exclude={"path"}, exclude_defaults=True) for name, source in sorted(sets.items())}
+
+
 def _profiled(name: str) -> Callable[[Plan], Any]:
     return lambda plan: getattr(plan.job.train.profile, name, None)
 
@@ -138,8 +144,8 @@ _DATA = replace(
     _ORDER,
     counts=lambda now, then: now.job.data is not None and then.job.data is not None,  # else: the user's own script
 )
-_ADAM = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch", "adamw_8bit"))
-_BETA = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch", "adamw_8bit", "lion"))
+_ADAM = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch", "adamw_8bit", "muon"))
+_BETA = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch", "adamw_8bit", "muon", "lion"))
 _BATCH = replace(_TOLD, counts=_same_batch)
 
 
@@ -159,19 +165,52 @@ def _options(strategy: str, names: str) -> dict[str, Rule]:
     return {f"parallel.{strategy}.{name}": replace(_TOLD, counts=counts, value=value(name)) for name in names.split()}
 
 
+def _sends_between_nodes(now: Plan, then: Plan) -> bool:
+    return now.grid.world_size == then.grid.world_size and _hook(now) == _hook(then) == "top_k"
+
+
+def _hook(plan: Plan) -> str:
+    return plan.job.parallel.ddp_options.comm_hook if plan.job.parallel.strategy == "ddp" else "none"
+
+
+def _with_hook(hook: str, name: str, *, of: str, refuses: bool = False) -> dict[str, Rule]:
+    """Return the rule of an option of a hook of DDP; it counts where both runs have the hook."""
+    rule = replace(_REFUSED, why="it has that hook's state") if refuses else _TOLD
+    counted = replace(
+        rule,
+        counts=lambda now, then: _hook(now) == _hook(then) == hook,
+        value=lambda plan: getattr(plan.job.parallel.ddp_options, of),
+    )
+    return {f"parallel.ddp.{name}": counted}
+
+
 # The keys in the order of their names in a message.
 RULES: dict[str, Rule] = {
     # Ranks and how they share the model: refused together.
     "cluster.gpus_per_node": replace(
         _GRID, name="cluster.gpus_per_node × cluster.nodes", value=lambda plan: plan.grid.world_size
     ),
-    "cluster.nodes": _FREE,  # counted in the row before: the same ranks may run on other nodes
+    "cluster.nodes": replace(  # counted in the row before: the same ranks may run on other nodes, but for shares of a node
+        _REFUSED, why="its residuals are shares of a node's", counts=_sends_between_nodes
+    ),
     "parallel.tensor": _GRID,
     "parallel.pipeline": _GRID,
     "parallel.virtual_stages": _GRID,
     "parallel.strategy": _REFUSED,
-    **_options("ddp", "bucket_cap_mb find_unused_parameters static_graph broadcast_buffers"),
-    **_options("fsdp2", "reshard_after_forward dp_replicate_size reduce_dtype"),  # the files fit any sharding
+    **_options("ddp", "bucket_cap_mb find_unused_parameters static_graph broadcast_buffers gradient_as_bucket_view"),
+    "parallel.ddp.comm_hook": replace(
+        _REFUSED,
+        why="what a hook has not sent yet is a part of a checkpoint",
+        counts=_same_strategy,
+        value=_hook,
+        fits=lambda now, then: not {_hook(now), _hook(then)} & {"power_sgd", "top_k"},
+    ),
+    **_with_hook("power_sgd", "power_sgd_start_step", of="start_step"),
+    **_with_hook("top_k", "top_k_ratio", of="sent_ratio"),
+    **_with_hook("power_sgd", "power_sgd_rank", of="rank_of_products", refuses=True),
+    **_options(
+        "fsdp2", "reshard_after_forward dp_replicate_size reduce_dtype cpu_offload"
+    ),  # the files fit any sharding
     "parallel.zero_stage": replace(_REFUSED, counts=_same_strategy),  # else the strategy is the cause
     "train.precision": replace(
         _REFUSED,  # fp8 affects the products alone, not the saved state
@@ -234,16 +273,20 @@ RULES: dict[str, Rule] = {
         _DATA,
         "data",
         "name revision split validation_fraction format packing loss_on max_samples"
-        " preprocess system_prompt long_rows group_by_length",
+        " preprocess system_prompt long_rows group_by_length streaming shuffle_buffer",
     ),
     "data.sources": replace(_DATA, value=_of_sources),
-    **_each(_CONTENT, "data", "train eval chat_template"),
+    **_each(_CONTENT, "data", "train chat_template"),
+    "data.eval": replace(_TOLD, value=_of_eval_sets),  # its paths by content
     "data.eval_split": _TOLD,
     # The model that is trained; with adapters the base weights come from the job's model, not from the checkpoint.
     "model.name": replace(_TOLD, counts=_beside_read_weights, value=lambda plan: plan.model.name),
     "model.revision": replace(_TOLD, counts=_beside_read_weights, value=lambda plan: plan.model.revision),
     "model.init": replace(_REFUSED, counts=_with_adapters, why="its adapters were trained on those weights"),
     "model.tokenizer": _CONTENT,
+    **_each(_ORDER, "model", "added_tokens added_special_tokens"),
+    "model.pad_vocab_to_multiple_of": _CONTENT,
+    **_each(_CONTENT, "model", "rope_scaling.type rope_scaling.factor"),
     "model.trust_remote_code": _FREE,
     # Settings of the steps that follow.
     "train.learning_rate": _TOLD,
@@ -270,7 +313,7 @@ RULES: dict[str, Rule] = {
         "gradient_checkpointing attention loss kernels torch_compile label_smoothing_factor z_loss neftune_noise_alpha router_aux_loss_coef compute_loss",
     ),
     **_each(_TOLD, "parallel", "sequence_parallel pipeline_schedule"),
-    **_each(_TOLD, "train", "save_steps save_total_limit eval_steps logging_steps report_to callbacks"),
+    **_each(_TOLD, "train", "save_steps save_total_limit save_only_model eval_steps logging_steps report_to callbacks"),
     **_each(
         _TOLD, "train", "eval_on_start compute_metrics load_best_model_at_end metric_for_best_model greater_is_better"
     ),
@@ -282,6 +325,7 @@ RULES: dict[str, Rule] = {
     **{f"train.samples.{name}": replace(_TOLD, value=_sample(name)) for name in ("prompts", "max_new_tokens")},
     # Location and length of the run.
     "train.output_dir": _FREE,
+    **_each(_FREE, "train", "push_to_hub hub_private_repo"),
     **_each(_FREE, "cluster", "gpu host_memory_gib nvme_path master_port transformers kernel_packages"),
     # How DeepSpeed moves data and what it prints; its shards are the same.
     **_each(

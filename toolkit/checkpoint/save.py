@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from toolkit.checkpoint.reference_logits import record_probe
 from toolkit.checkpoint.shared import check_shared
 from toolkit.checkpoint.state import State
 from toolkit.data.formats import TransformersTokenizer
-from toolkit.distributed.deepspeed_private import count_parameters
+from toolkit.distributed.deepspeed_private import count_parameters, saving_weights_alone
 from toolkit.engine.run import Run
 from toolkit.errors import PlanError, RunError
 from toolkit.io import make_folder, sync_folder
@@ -44,7 +45,7 @@ def save(
     probe: bool = False,
     sources: Sources | None = None,
 ) -> Path:
-    """Save a run so that it resumes exactly, or leave nothing under `path`.
+    """Save a run so that it resumes exactly, or leave nothing under `path`; with `train.save_only_model` weights alone.
 
     Args:
         run: The run; all ranks call this together.
@@ -69,13 +70,17 @@ def save(
     target = Path(path)
     partial = target.parent / f".{target.name}.partial"
     _prepare(run, target, partial)
+    train, is_zero = run.plan.job.train, run.plan.job.parallel.strategy == "zero"
+    alone = saving_weights_alone(run.engine) if train.save_only_model and is_zero else nullcontext()
     with disk_errors(target):
-        run.engine.save_checkpoint(
-            str(partial), tag=tag_of(run.step_count), exclude_frozen_parameters=leaves_frozen_out(run.plan)
-        )
+        with alone:
+            run.engine.save_checkpoint(
+                str(partial), tag=tag_of(run.step_count), exclude_frozen_parameters=leaves_frozen_out(run.plan)
+            )
         if run.plan.profile.optimizer == "nvme":
             finish_swapped(run.engine, partial / tag_of(run.step_count), rank=run.world.rank)
-        save_random_state(partial, rank=run.world.rank)
+        if not train.save_only_model:
+            save_random_state(partial, rank=run.world.rank, stream=run.stream_position)
         if run.world.is_main:
             _write_plan(
                 run,

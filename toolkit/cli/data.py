@@ -31,7 +31,8 @@ def data(
 
     Example: `toolkit data job.yaml --rows 5 --set data.packing=separated`
 
-    JSON keys: format, warnings, sources (name, records, documents of an epoch), train and eval (null without validation data), each with documents, sequences, tokens,
+    JSON keys: format, warnings, sources (name, records, documents of an epoch), streamed (then train is of the first 1000
+    documents), train, eval (null without validation data, or with named sets) and eval_sets (by name), each with documents, sequences, tokens,
     target_tokens, truncated, dropped_long, dropped_tokens, dropped_documents, dropped_sequences, padding_fraction, packing,
     sequence_length, document_tokens (median, p95, max, total); rows (row, tokens, learned, padding, text: pairs of text
     and whether it is learned).
@@ -55,10 +56,11 @@ def data(
         for share in found["sources"]:
             table.add_row(share["name"], f"{share['records']:,}", f"{share['documents']:,}")
         print_table(table)
-    for part in ("train", "eval"):
-        if found[part] is not None:
-            print(f"{part}: {found['format']}, packing {found[part]['packing']}")
-            print_fields(_fields(found[part]))
+    parts = {part: found[part] for part in ("train", "eval") if found[part] is not None}
+    for part, figures in (parts | {f"eval {name}": each for name, each in found["eval_sets"].items()}).items():
+        head = ", the first documents of a stream" if part == "train" and found["streamed"] else ""
+        print(f"{part}: {found['format']}, packing {figures['packing']}{head}")
+        print_fields(_fields(figures))
     for row in found["rows"]:
         _print_row(row, found["train"]["sequences"])
 

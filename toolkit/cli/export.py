@@ -12,7 +12,7 @@ import typer
 from toolkit.cli.options import JsonOption
 from toolkit.cli.output import print_fields, print_json
 from toolkit.config.paths import is_folder
-from toolkit.errors import SpecError
+from toolkit.errors import RunError, SpecError, raise_all
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -47,25 +47,36 @@ def export(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the Python code of the checkpoint's model.")
     ] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option("--push-to-hub", metavar="REPO", help="Upload the export to this repository, `owner/name`."),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Create that repository as public. Default: private, until you publish it.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write safetensors, config and tokenizer that `from_pretrained` loads, from a checkpoint of any ZeRO stage.
+    """Write safetensors, config, tokenizer and a model card that `from_pretrained` loads, from a checkpoint of any ZeRO stage.
 
     What it reads of the checkpoint is verified first, and nothing of it runs unless --trust-remote-code says so; names,
-    shapes and a sample of the values are read back after.
+    shapes and a sample of the values are read back after. README.md is a model card: base model, data, settings, figures, versions.
 
     Example: `toolkit export runs/my-job/checkpoint-500 --out my-model`
 
     JSON keys: folder, kind, dtype, files, num_tensors, num_bytes, untied, verified, logits_difference, not_compared
-    (why the scores were not, else null).
+    (why the scores were not, else null), hub (address of the repository, or null).
     """
     from rich.progress import Progress
 
     from toolkit.checkpoint.discovery import latest_checkpoint
     from toolkit.checkpoint.layout import step_of
+    from toolkit.launch.packages import token_problems
     from toolkit.trainer.progress import SteadyConsole
 
     size = parse_size(max_shard_size)
+    if public and push_to_hub is None:
+        raise typer.BadParameter("it is about the repository of --push-to-hub", param_hint="--public")
+    raise_all(RunError, token_problems("--push-to-hub", push_to_hub))
     is_folder(checkpoint, key="CHECKPOINT")  # refuses a path that the system does
     export_checkpoint = load_exporter()
     if step_of(checkpoint) is None and list(checkpoint.glob("checkpoint-*")):
@@ -85,10 +96,19 @@ def export(
             trust_remote_code=trust_remote_code,
             progress=lambda count, total: bar.update(task, completed=count, total=total),
         )
+    address = None
+    try:
+        if push_to_hub is not None:
+            from toolkit.exporter.hub import push
+
+            address = push(done.folder, push_to_hub, public=public)
+    finally:  # the export is there either way
+        if not as_json:
+            print_fields(export_fields(done))
     if as_json:
-        print_json(export_as_dict(done))
-        return
-    print_fields(export_fields(done))
+        print_json(export_as_dict(done) | {"hub": address})
+    elif address is not None:
+        print_fields([("hub", address)])
 
 
 def load_exporter() -> Callable[..., Export]:

@@ -76,7 +76,7 @@ def train(
 
     Example: `toolkit train job.yaml --set train.max_steps=100`
 
-    JSON keys: exit_code, interrupted, plan, log_dir, failure, checkpoint, export, next_command (how to go on; null when
+    JSON keys: exit_code, interrupted, plan, log_dir, failure, checkpoint, export, hub, next_command (how to go on; null when
     there is nothing left to do).
     """
     from toolkit.launch.output_lock import hold_output

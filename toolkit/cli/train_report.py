@@ -62,10 +62,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """The export of a finished run, and how it was checked; `checked` is None if it already existed."""
+    """The export of a finished run, how it was checked, and where it was uploaded; `checked` is None if it already existed."""
 
     folder: Path
     checked: str | None
+    hub: str | None = None
 
 
 def is_finished(plan: Plan) -> bool:
@@ -112,7 +113,22 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
         command = shlex.join(["toolkit", "export", str(source), "--overwrite", *trusted])
         say(f"the export was stopped, but the run is complete in {source}. Export it with:\n  {command}")
         raise
-    return Exported(folder=done.folder, checked=describe_checks(done))
+    return Exported(folder=done.folder, checked=describe_checks(done), hub=_pushed(plan, done.folder))
+
+
+def _pushed(plan: Plan, folder: Path) -> str | None:
+    """Upload an export if the job says so and return the address, or print why not: the export is whole either way."""
+    from toolkit.exporter.hub import push
+
+    train = plan.job.train
+    if train.push_to_hub is None:
+        return None
+    say(f"uploading {folder} to {train.push_to_hub} ...")
+    try:
+        return push(folder, train.push_to_hub, public=not train.hub_private_repo)
+    except ToolkitError as error:
+        print_problems(error.problems, as_json=False)
+        return None
 
 
 def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json: bool) -> None:
@@ -158,12 +174,17 @@ def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | 
     damaged = {problem.key for problem in failed if problem.code in ("CHECKPOINT_DAMAGED", "CHECKPOINT_UNSAFE")}
     last = last_checkpoint(plan, but=damaged)
     finished = outcome.exit_code == 0 and is_finished(plan)
-    command = None if finished else _next_command(plan, call, last)
+    weights_alone = last is not None and plan.job.train.save_only_model
+    command = None if finished or weights_alone else _next_command(plan, call, last)
     if as_json:
         print_json(outcome_as_dict(plan, outcome) | _places(last, exported, command=command))
         return
     if outcome.exit_code == 0:
         _print_places(plan, last, exported)
+    if weights_alone and not finished:
+        say(
+            f"{last} has weights alone, from which no run resumes. Export it with:\n  {shlex.join(['toolkit', 'export', str(last)])}"
+        )
     if command is not None:
         what = f"{'Saved' if outcome.exit_code == 0 else 'The last complete checkpoint is'} {last}. Go on with:"
         none = "No other checkpoint is whole" if damaged else "Nothing was saved yet"
@@ -174,6 +195,7 @@ def _places(checkpoint: Path | None, exported: Exported | None, *, command: str 
     return {
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "export": None if exported is None else str(exported.folder),
+        "hub": None if exported is None else exported.hub,
         "next_command": command,
     }
 
@@ -183,6 +205,7 @@ def _print_places(plan: Plan, checkpoint: Path | None, exported: Exported | None
     if exported is not None:
         fields.append(("export", str(exported.folder)))
         fields += [("checked", exported.checked)] if exported.checked else []
+        fields += [("hub", exported.hub)] if exported.hub else []
     print_fields(fields)
 
 

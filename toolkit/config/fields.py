@@ -117,6 +117,12 @@ def _is_capability(value: str) -> str:
     return value
 
 
+def _is_set_name(value: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", value) is None:
+        raise ValueError("name a validation set with letters, digits, - and _ alone: it becomes part of eval_NAME_loss")
+    return value
+
+
 def _is_module_name(value: str) -> str:
     if re.fullmatch(r"[\w.-]+", value) is None:
         raise ValueError("write the name of a module, or its last parts, such as q_proj or layers.3.mlp.up_proj")
@@ -153,6 +159,7 @@ Capability = Annotated[
 ]
 Word = Annotated[str, AfterValidator(_printable), BeforeValidator(_filled)]
 ModuleName = Annotated[str, AfterValidator(_is_module_name), BeforeValidator(_filled)]
+SetName = Annotated[str, AfterValidator(_is_set_name), BeforeValidator(_filled)]
 Name = Annotated[
     str, AfterValidator(_nameable), BeforeValidator(_at_home), BeforeValidator(_filled), BeforeValidator(_written)
 ]

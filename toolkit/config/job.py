@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag
 
 from toolkit.arguments import checks_arguments
 from toolkit.config.fields import (
+    MAX_COUNT,
     Capability,
     Count,
     Folder,
@@ -30,6 +31,7 @@ from toolkit.config.fields import (
     PositiveNumber,
     Release,
     Seed,
+    SetName,
     ShareBelowOne,
     Word,
     ZeroStage,
@@ -46,7 +48,8 @@ Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Method = Literal["full", "lora", "qlora"]
 Strategy = Literal["zero", "ddp", "fsdp2"]
-Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "lion", "sgd"]
+CommHook = Literal["none", "fp16", "bf16", "power_sgd", "hierarchical", "top_k"]
+Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "adafactor", "muon", "lion", "sgd"]
 AnyOptimizer = Literal[Optimizer, "adamw_torch_fused", "adamw_bnb_8bit"]  # `optimizer_named` reads the last two
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 Loss = Literal["full", "chunked", "liger"]
@@ -74,8 +77,19 @@ Offload = Literal[
     "activations-cpu",
 ]
 
-# Tags by which pydantic distinguishes the forms of `cluster.gpu`; neither is a key.
-NAME_TAG, CARD_TAG = "<name>", "<card>"
+# Tags by which pydantic distinguishes the forms of `cluster.gpu` and of `data.eval`; none is a key.
+NAME_TAG, CARD_TAG, SETS_TAG = "<name>", "<card>", "<sets>"
+
+
+class RopeScaling(Section):
+    """How rotary embeddings are stretched to sequences that are longer than those of pretraining."""
+
+    type: Literal["linear", "dynamic", "yarn"]
+    """`linear` divides positions by `factor` (arXiv 2306.15595); `dynamic` raises the base as a sequence gets longer than those of
+    pretraining (NTK-aware); `yarn` stretches low frequencies alone (arXiv 2309.00071).
+    """
+    factor: Annotated[PositiveNumber, Field(gt=1, le=1024)]
+    """Longest sequence in times of the model's `max_position_embeddings`."""
 
 
 class Model(Section):
@@ -91,6 +105,28 @@ class Model(Section):
     """Whether to run the Python code that the model's repository ships."""
     init: Literal["pretrained", "random"] | None = None
     """`pretrained` loads the weights; `random` draws them from `train.seed`."""
+    added_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Tokens that the tokenizer gets in addition, each of which is never split; the embedding grows by their number."""
+    added_special_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """The same of special tokens, which `skip_special_tokens` leaves out of decoded text."""
+    pad_vocab_to_multiple_of: Count | None = None
+    """The embedding grows to a multiple of this, such as 64, for matrix units or tensor ranks."""
+    rope_scaling: RopeScaling | None = None
+    """Longer sequences than the model was pretrained on; it is in the config.json of checkpoints and exports."""
+
+    @property
+    def resizes(self) -> bool:
+        """Whether the embedding has another number of rows than the pretrained one."""
+        return bool(self.added_tokens or self.added_special_tokens or self.pad_vocab_to_multiple_of)
+
+    def resized(self, vocab_size: int) -> int:
+        """Return the rows of the embedding of a model that has `vocab_size` of them.
+
+        >>> Model(name="a", added_tokens=("<x>",), pad_vocab_to_multiple_of=8).resized(32)
+        40
+        """
+        rows = vocab_size + len({*self.added_tokens, *self.added_special_tokens})
+        return -(-rows // (self.pad_vocab_to_multiple_of or 1)) * (self.pad_vocab_to_multiple_of or 1)
 
 
 class Card(Section):
@@ -244,8 +280,10 @@ class Train(Section):
     gradient_accumulation_dtype: Dtype | None = None
     """Number format in which the gradients of micro batches add up."""
     optimizer: Annotated[Optimizer, BeforeValidator(optimizer_named, json_schema_input_type=AnyOptimizer)] = "adamw"
-    """`adamw` is DeepSpeed's kernel, `adamw_torch` is torch's; `adamw_8bit` and, under DDP, `lion` are those of
-    the bitsandbytes package. 8 bit: moments in blocks of 256 with a scale each (arXiv 2110.02861).
+    """`adamw` is DeepSpeed's kernel, `adamw_torch` is torch's; `adamw_8bit` and, under DDP and FSDP2, `lion` are those of
+    the bitsandbytes package. 8 bit: moments in blocks of 256 with a scale each (arXiv 2110.02861). `adafactor` keeps
+    sums of squares by row and column (arXiv 1804.04235); `muon` steps hidden matrices along their gradients'
+    orthogonal factor, scaled to rates of AdamW, which steps the rest (arXiv 2502.16982).
     """
     weight_decay: NonNegativeNumber = 0.0
     """Share of each matrix, times the learning rate, that a step takes off it (`sgd` adds it to the gradient). Norms
@@ -258,7 +296,7 @@ class Train(Section):
     adam_epsilon: PositiveNumber = 1e-8
     """AdamW's epsilon, added to the root of the second moment."""
     momentum: ShareBelowOne = 0.0
-    """Momentum of `sgd`."""
+    """Momentum of `sgd`, and of `muon`, where it is 0.95 when left out."""
     gradient_checkpointing: StrictBool | Fraction | None = None
     """Recomputes activations in the backward pass: `true` in all layers, `false` in none, a number from 0 to 1 in that
     fraction of them.
@@ -323,6 +361,8 @@ class Train(Section):
     """Optimizer steps between checkpoints, or below 1 their share of the run; one is written at the end in any case."""
     save_total_limit: Count | None = None
     """Number of checkpoints to keep; older ones are deleted."""
+    save_only_model: StrictBool = False
+    """Saves weights without optimizer states: far smaller checkpoints, from which `toolkit export` works and no run resumes."""
     eval_steps: Count | OpenFraction | None = None
     """Optimizer steps between evaluations, or below 1 their share of the run; one is made at the end in any case."""
     eval_on_start: StrictBool = False
@@ -360,6 +400,12 @@ class Train(Section):
     """Records steps into output_dir/profile: traces for TensorBoard and Perfetto, where the time goes, on cards the memory."""
     torch_compile: StrictBool = False
     """Compiles the model with torch.compile."""
+    push_to_hub: Word | None = None
+    """Repository on the hub, `owner/name`, to which `toolkit train` uploads the export of a finished run; the token is HF_TOKEN or
+    that of `hf auth login`.
+    """
+    hub_private_repo: StrictBool = True
+    """Whether a repository that `push_to_hub` creates is private: what is public once may have been copied."""
     seed: Seed = 0
     """Seed of data order, dropout, adapters, and weights under `model.init: random`."""
     output_dir: Folder = Path("runs/job")
@@ -392,8 +438,8 @@ class Train(Section):
         return self.fp8 or Fp8()
 
 
-class DataSource(Section):
-    """One of several sources of training data."""
+class EvalSource(Section):
+    """One of several named sets of validation data."""
 
     path: Name
     """A file, a folder saved by `datasets`, or a hub id, as `data.train` takes it."""
@@ -402,17 +448,34 @@ class DataSource(Section):
     revision: Word | None = None
     """Branch, tag or commit of this hub data set."""
     split: Word | None = None
-    """Split of a hub data set or of a saved folder; `train` when left out."""
+    """Split of a hub data set or of a saved folder; when left out `train`, of a validation set `validation`."""
     format: DataFormat = "auto"
     """Format of its documents, as `data.format` takes it."""
     columns: dict[Word, Word] = Field(default_factory=dict)
     """Columns by other names: ours, then the source's, such as `{prompt: question, completion: answer}`."""
     loss_on: LossOn | None = None
     """Tokens of its documents that count in the loss; those of `data.loss_on` when left out."""
-    weight: Annotated[PositiveNumber, Field(le=1000)] = 1.0
-    """How often an epoch has each of its documents: 2 twice, 0.5 half of them, drawn by `train.seed`."""
     max_rows: Count | None = None
     """Largest number of its documents to use, from the start of the file."""
+
+
+class DataSource(EvalSource):
+    """One of several sources of training data."""
+
+    weight: Annotated[PositiveNumber, Field(le=1000)] = 1.0
+    """How often an epoch has each of its documents: 2 twice, 0.5 half of them, drawn by `train.seed`."""
+
+
+def _form_of_eval(value: Any) -> str:
+    return SETS_TAG if isinstance(value, Mapping) else NAME_TAG
+
+
+def _path_named(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str | Path) else value
+
+
+_Names = Name | Annotated[tuple[Name, ...], Field(min_length=1)]
+_Sets = dict[SetName, Annotated[EvalSource, BeforeValidator(_path_named, json_schema_input_type=EvalSource | str)]]
 
 
 class Data(Section):
@@ -422,8 +485,16 @@ class Data(Section):
     """Training data: local .jsonl, .json, .txt, .csv or .parquet files, a folder saved by `datasets`, or a hub id."""
     sources: Annotated[tuple[DataSource, ...], Field(min_length=1)] | None = None
     """Several sources of training data in place of `train`, each with its own format, split, columns, weight and cap."""
-    eval: Name | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
-    """Validation data, as `train` takes it."""
+    eval: (
+        Annotated[
+            Annotated[_Names, Tag(NAME_TAG)] | Annotated[_Sets, Field(min_length=1), Tag(SETS_TAG)],
+            Discriminator(_form_of_eval),
+        ]
+        | None
+    ) = None
+    """Validation data, as `train` takes it; or several sets by name, each with its own metric `eval_NAME_loss`: a path, or a
+    section with `path` and its own name, revision, split, format, columns, loss_on and max_rows.
+    """
     name: Word | None = None
     """Configuration of a hub data set."""
     revision: Word | None = None
@@ -462,22 +533,33 @@ class Data(Section):
     """
     max_samples: Count | None = None
     """Largest number of documents of `train` to use."""
+    streaming: StrictBool = False
+    """Reads the training data while the run trains, each rank its own part, in place of tokenising all of it first."""
+    shuffle_buffer: Count | None = None
+    """Documents of each rank from which the next is drawn, with `streaming`: 1000 when left out; 1 keeps the order."""
 
-    def sources_of(self, part: Part) -> tuple[tuple[str, DataSource], ...]:
+    @property
+    def eval_sets(self) -> Mapping[str, EvalSource]:
+        """The named sets of validation data; empty where there are none, or one without a name."""
+        return self.eval if isinstance(self.eval, Mapping) else {}
+
+    def sources_of(self, part: Part) -> tuple[tuple[str, EvalSource], ...]:
         """Return the sources of training or validation data, each after its key path."""
         if part == "train" and self.sources is not None:
             return tuple((f"data.sources[{at}]", source) for at, source in enumerate(self.sources))
         names, split = (self.train, self.split) if part == "train" else (self.eval, self.eval_split or "validation")
+        if isinstance(names, Mapping):
+            return tuple((f"data.eval.{name}", source) for name, source in names.items())
         listed = (names,) if isinstance(names, str) else names or ()
         return tuple(
             (
                 f"data.{part}" if isinstance(names, str) else f"data.{part}[{at}]",
-                DataSource(path=path, name=self.name, revision=self.revision, split=split, format=self.format),
+                EvalSource(path=path, name=self.name, revision=self.revision, split=split, format=self.format),
             )
             for at, path in enumerate(listed)
         )
 
-    def loss_of(self, source: DataSource) -> LossOn:
+    def loss_of(self, source: EvalSource) -> LossOn:
         """Return which tokens of a source count in the loss."""
         return source.loss_on or self.loss_on
 
@@ -497,6 +579,34 @@ class Ddp(Section):
     """
     broadcast_buffers: StrictBool = True
     """Whether rank 0's buffers are sent to all before each forward pass."""
+    gradient_as_bucket_view: StrictBool = False
+    """Whether gradients lie in the buckets themselves, which saves their second copy."""
+    comm_hook: CommHook = "none"
+    """How gradients are reduced. `fp16`, `bf16`: sent in 16 bit. `power_sgd`: as products of low rank, the rest added to the next
+    gradient (arXiv 1905.13727). `hierarchical`: inside each node, between nodes by shares, then inside again. `top_k`: the same,
+    but between nodes only the largest of each weight's gradient, the rest added to the next (arXiv 1809.07599).
+    """
+    power_sgd_rank: Count | None = None
+    """Rank of `power_sgd`'s products: 1 when left out."""
+    power_sgd_start_step: Annotated[int, Field(ge=2, le=MAX_COUNT)] | None = None
+    """Steps before `power_sgd` begins, in which gradients are reduced whole: 1000 when left out."""
+    top_k_ratio: OpenFraction | None = None
+    """Share of the numbers that `top_k` sends: 0.01 when left out."""
+
+    @property
+    def rank_of_products(self) -> int:
+        """Rank of PowerSGD's products."""
+        return self.power_sgd_rank or 1
+
+    @property
+    def start_step(self) -> int:
+        """Steps before PowerSGD begins; torch's default when left out (ddp_comm_hooks/powerSGD_hook.py PowerSGDState)."""
+        return self.power_sgd_start_step or 1000
+
+    @property
+    def sent_ratio(self) -> float:
+        """Share of the numbers that top-k sends."""
+        return self.top_k_ratio or 0.01
 
 
 class Fsdp2(Section):
@@ -512,6 +622,10 @@ class Fsdp2(Section):
     """
     reduce_dtype: Literal["bf16", "fp32"] | None = None
     """Data type in which gradients are reduced: the training precision when left out."""
+    cpu_offload: StrictBool = False
+    """Whether shards of weights, gradients and optimizer state are in RAM, where the optimizer steps; a layer's weights cross to the
+    card while it runs.
+    """
 
 
 class Parallel(Section):

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from toolkit.arguments import shown
-from toolkit.config.job import CARD_TAG, NAME_TAG, Job
+from toolkit.config.job import CARD_TAG, NAME_TAG, SETS_TAG, Job
 from toolkit.config.other_names import OTHER_NAMES, REFUSED_NAMES
 from toolkit.config.schema import known_keys, own_key, path_of, section_below
 from toolkit.config.suggestions import nearest_key
@@ -92,6 +92,9 @@ def _problem(key: str, detail: Any) -> Problem:
 
 def _key(location: tuple[int | str, ...]) -> str:
     """Return the dotted path of a pydantic location, without trailing union members and item numbers."""
+    if SETS_TAG in location:  # data.eval, the name of a set, and a key of its section
+        at = location.index(SETS_TAG)
+        return ".".join(str(part) for part in (*location[:at], *location[at + 1 : at + 3]) if part != "[key]")
     section: type[BaseModel] | None = Job
     parts: list[str] = []
     for part in location:
@@ -115,7 +118,7 @@ def _twins(key: str, detail: Any, given: Any) -> Problem | None:
     if detail["type"] != "extra_forbidden" or name == leaf:
         return None
     for part in detail["loc"][:-1]:
-        given = given if part in (NAME_TAG, CARD_TAG) else given[part]
+        given = given if part in (NAME_TAG, CARD_TAG, SETS_TAG) else given[part]
     read = next((each for each in (name, *OTHER_NAMES[name]) if each in given and each != leaf), None)
     if read is None:
         return None

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from toolkit.config.job import Packing
-from toolkit.data.packing import ROUND_TO, PackedDataset
+from toolkit.data.packing import ROUND_TO
 from toolkit.modeling.loss import IGNORED
 
 MicroBatch = dict[str, torch.Tensor]
+
+
+class Packed(Protocol):
+    """What is known of rows before they are read."""
+
+    @property
+    def packing(self) -> Packing: ...
+
+    @property
+    def sequence_length(self) -> int: ...
+
+    @property
+    def pad_token_id(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +54,7 @@ class Collator:
     flatten: bool = False
 
     @classmethod
-    def of(cls, dataset: PackedDataset, *, flatten: bool = False) -> Collator:
+    def of(cls, dataset: Packed, *, flatten: bool = False) -> Collator:
         """Return the collator for a data set's rows."""
         return cls(
             packing=dataset.packing,

@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 from toolkit.catalog.tokenizer import template_fault
 from toolkit.config.job import LossOn
 from toolkit.data.chats import ChatTokeniser, chat_template
-from toolkit.data.origins import Origins
 from toolkit.dataset_inspection.chat_messages import learned_roles
 from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX
 from toolkit.dataset_inspection.formats import Format, loss_on_problem, record_fault
@@ -34,6 +33,12 @@ class TransformersTokenizer(Protocol):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+class Located(Protocol):
+    """Knows the key path and the place of a record."""
+
+    def of(self, index: int) -> tuple[str, str]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokeniser:
     """Turns a batch of records into `input_ids` and `targets`, for `datasets.Dataset.map`.
@@ -54,7 +59,7 @@ class Tokeniser:
     format: Format
     loss_on: LossOn
     system_prompt: str | None = None
-    origins: Origins | None = None
+    origins: Located | None = None
 
     @property
     def identity(self) -> tuple[str, ...]:

@@ -130,7 +130,7 @@ class StepLoader:
             )
             fix = f"Set train_batch_size to {product}"
             raise DataError.of(code="DATA_BATCH", key="train.train_batch_size", message=message, fix=fix)
-        self._dataset = dataset
+        self.dataset = dataset
         self._collate = collate
         self._train_batch_size = train_batch_size
         self._micro_batch_size = micro_batch_size
@@ -148,12 +148,12 @@ class StepLoader:
 
     def _batches(self) -> Iterator[StepBatch]:
         size = self._train_batch_size
-        order = EpochOrder(len(self._dataset), seed=self._seed, lengths=self._lengths, train_batch_size=size)
+        order = EpochOrder(len(self.dataset), seed=self._seed, lengths=self._lengths, train_batch_size=size)
         for step in self._steps:
             start = step * self._train_batch_size + self._dp_rank * self._per_rank
             mine = order.slice(start, start + self._per_rank)
             yield [
-                _pinned(self._collate([self._dataset[row] for row in mine[at : at + self._micro_batch_size]]))
+                pinned(self._collate([self.dataset[row] for row in mine[at : at + self._micro_batch_size]]))
                 for at in range(0, self._per_rank, self._micro_batch_size)
             ]
 
@@ -191,7 +191,7 @@ class EvalLoader:
         for number in range(len(self)):
             start = number * self._stride + self._dp_rank * self._micro_batch_size
             rows = [self._row(index) for index in range(start, start + self._micro_batch_size)]
-            yield _pinned(self._collate(rows))
+            yield pinned(self._collate(rows))
 
     def _row(self, index: int) -> dict[str, np.ndarray]:
         if index < len(self._dataset):
@@ -212,6 +212,6 @@ def prefetch(items: Iterator[_Item]) -> Iterator[_Item]:
             yield cast(_Item, item)
 
 
-def _pinned(batch: MicroBatch) -> MicroBatch:
+def pinned(batch: MicroBatch) -> MicroBatch:
     """Return a batch in pinned host memory, so that its copy to the GPU can overlap with computation."""
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if torch.cuda.is_available() else batch

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +18,10 @@ from toolkit.data.origins import Share
 from toolkit.data.packing import PackedDataset
 from toolkit.data.sources import Part, load_documents, progress_bars
 from toolkit.data.store import TokenStore, tokenise
+from toolkit.data.streaming import BUFFER, StreamedRows, StreamedSource, open_source
 from toolkit.dataset_inspection.chat_template import unused_chat_template
 from toolkit.dataset_inspection.formats import Format
-from toolkit.dataset_inspection.inspect import check_data
+from toolkit.dataset_inspection.inspect import DatasetFacts, check_data
 from toolkit.errors import DataError, PlanError, Problem, raise_all
 from toolkit.planning.plan import Plan
 from toolkit.planning.trainable import data_section_problems
@@ -29,14 +31,21 @@ from toolkit.planning.trainable import data_section_problems
 class PreparedData:
     """Sequences ready for the loaders; `train.report` and `eval.report` have the statistics of packing.
 
-    `warnings` names columns and message keys that nothing reads; `sources` has the share of each source in an epoch.
+    `eval_sets` has the validation sets that the job names, in place of `eval`. `warnings` names columns and message keys that nothing reads;
+    `sources` has the share of each source in an epoch, which is not known of `StreamedRows`.
     """
 
-    train: PackedDataset
+    train: PackedDataset | StreamedRows
     eval: PackedDataset | None
     format: Format | Literal["mixed"]
     warnings: tuple[str, ...] = ()
     sources: tuple[Share, ...] = ()
+    eval_sets: dict[str, PackedDataset] = field(default_factory=dict)
+
+    @property
+    def validation(self) -> dict[str, PackedDataset]:
+        """The validation sets by name, which is empty for the only one."""
+        return self.eval_sets if self.eval is None else {"": self.eval}
 
 
 @checks_arguments
@@ -81,12 +90,16 @@ def prepare(
             check_tokenizer(tokenizer, format_=source.format, loss_on=source.loss_on)
     with progress_bars(progress):
         documents = load_documents(data, facts, seed=seed, cache_dir=cache_dir, template=chat_template(tokenizer))
-        formats = documents.formats
+        streamed, unread = _open_streams(data, facts, cache_dir=cache_dir)
+        formats = tuple(dict.fromkeys((*(source.kind.format for source in streamed), *documents.formats)))
         if "messages" not in formats:
             raise_all(DataError, unused_chat_template(data, formats[0]))
-        parts = {"data.train" if data.sources is None else "data.sources": documents.train}
+        parts = {}
+        if documents.train is not None:
+            parts["data.train" if data.sources is None else "data.sources"] = documents.train
         if documents.eval is not None:
             parts["data.eval" if data.eval is not None else "data.validation_fraction"] = documents.eval
+        parts |= {f"data.eval.{name}": part for name, part in documents.eval_sets.items()}
         stores = {
             name: tokenise(
                 part.documents, _tokeniser(part, tokenizer, data.system_prompt), cache_dir=cache_dir, num_proc=num_proc
@@ -95,7 +108,20 @@ def prepare(
         }
     pad_token_id = _padding(tokenizer, vocab_size)
     problems: list[Problem] = []
-    packed: list[PackedDataset] = []
+    packed: dict[str, PackedDataset] = {}
+    stream = None
+    if streamed:
+        stream = StreamedRows(
+            sources=streamed,
+            tokenisers=tuple(_stream_tokeniser(source, tokenizer, data.system_prompt) for source in streamed),
+            packing=data.packing,
+            sequence_length=sequence_length,
+            pad_token_id=pad_token_id,
+            long_rows=data.long_rows,
+            shuffle_buffer=data.shuffle_buffer or BUFFER,
+            seed=seed,
+            check=partial(_check_vocabulary, tokenizer, vocab_size),
+        )
     for part, store in stores.items():
         dataset = PackedDataset(
             store,
@@ -104,20 +130,45 @@ def prepare(
             pad_token_id=pad_token_id,
             long_rows=data.long_rows,
         )
-        packed.append(dataset)
         if data.long_rows == "refuse":
             problems += _long_problems(store, parts[part], sequence_length)
-        problems += _vocabulary_problems(store, tokenizer, vocab_size, part=part)
-        problems += _size_problems(dataset, data, part=part, needed=1 if packed[1:] else train_batch_size)
+        problems += _vocabulary_problems(store.max_token, tokenizer, vocab_size, part=part)
+        held_out = stream is not None or bool(packed)
+        problems += _size_problems(dataset, data, part=part, needed=1 if held_out else train_batch_size)
+        packed[part] = dataset
     raise_all(DataError, problems)
-    held = packed[1] if len(packed) > 1 else None
+    others = list(packed.values())
+    train = others.pop(0) if stream is None else stream
     return PreparedData(
-        train=packed[0],
-        eval=held,
+        train=train,
+        eval=others[0] if documents.eval is not None else None,
+        eval_sets=dict(zip(documents.eval_sets, others, strict=True)) if documents.eval_sets else {},
         format=formats[0] if len(formats) == 1 else "mixed",
-        warnings=documents.warnings,
-        sources=documents.train.origins.shares(),
+        warnings=(*unread, *documents.warnings),
+        sources=() if documents.train is None else documents.train.origins.shares(),
     )
+
+
+def _open_streams(
+    data: Data, facts: DatasetFacts, *, cache_dir: Path
+) -> tuple[tuple[StreamedSource, ...], tuple[str, ...]]:
+    """Return the sources of a streamed job, none for another, and the warnings of what of them is not read."""
+    if not data.streaming:
+        return (), ()
+    opened = [
+        open_source(source, wanted, data, key=key, cache_dir=cache_dir)
+        for source, (key, wanted) in zip(facts.train, data.sources_of("train"), strict=True)
+    ]
+    return tuple(source for source, _ in opened), tuple(text for _, unread in opened for text in unread)
+
+
+def _stream_tokeniser(source: StreamedSource, tokenizer: Any, system_prompt: str | None) -> Tokeniser:
+    check_tokenizer(tokenizer, format_=source.kind.format, loss_on=source.kind.loss_on)
+    return Tokeniser(tokenizer=tokenizer, system_prompt=system_prompt, **source.kind._asdict())
+
+
+def _check_vocabulary(tokenizer: Any, vocab_size: int | None, max_token: int, part: str) -> None:
+    raise_all(DataError, _vocabulary_problems(max_token, tokenizer, vocab_size, part=part))
 
 
 def _tokeniser(part: Part, tokenizer: Any, system_prompt: str | None) -> Tokeniser | MixedTokeniser:
@@ -157,12 +208,12 @@ def _padding(tokenizer: Any, vocab_size: int | None) -> int:
     return 0
 
 
-def _vocabulary_problems(store: TokenStore, tokenizer: Any, vocab_size: int | None, *, part: str) -> list[Problem]:
+def _vocabulary_problems(max_token: int, tokenizer: Any, vocab_size: int | None, *, part: str) -> list[Problem]:
     """Check the ids that occur: published tokenizers may have more tokens than the model, which never occur in text."""
-    if vocab_size is None or store.max_token < vocab_size:
+    if vocab_size is None or max_token < vocab_size:
         return []
     message = (
-        f"token id={store.max_token} in {part} is not below vocab_size={vocab_size} of the model (the tokenizer has"
+        f"token id={max_token} in {part} is not below vocab_size={vocab_size} of the model (the tokenizer has"
         f" {len(tokenizer)} tokens): the model has no embedding for it"
     )
     fix = "Name the model's own tokenizer, or a model whose embedding was resized to the tokenizer"

@@ -6,6 +6,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,22 +74,41 @@ def _write(documents: Any, function: Callable[..., Any], name: str, source: Sour
     kept: list[int] = []
     with (folder / "records.jsonl").open("w", encoding="utf-8") as file:
         for index, record in enumerate(documents):
-            try:
-                made = function(dict(record))
-            except Exception as error:  # the function is the user's
-                what = f"{type(error).__name__}: {first_line(error)}"
-                raise _refused(name, f"it fails at {place_of(source, index)}: {what}") from error
+            made = applied(function, name, record, partial(place_of, source, index))
             if made is None:
                 continue
-            try:
-                if not isinstance(made, Mapping):
-                    raise TypeError(f"{type(made).__name__} is neither a dict nor None")
-                file.write(json.dumps(dict(made), ensure_ascii=False) + "\n")
-            except (TypeError, ValueError) as error:
-                where = place_of(source, index)
-                raise _refused(name, f"what it returns for {where} cannot be read: {first_line(error)}") from error
+            file.write(json.dumps(made, ensure_ascii=False) + "\n")
             kept.append(index)
     np.save(folder / "rows.npy", np.asarray(kept, np.int64))
+
+
+def applied(
+    function: Callable[..., Any], name: str, record: Mapping[str, Any], place: Callable[[], str]
+) -> dict[str, Any] | None:
+    """Return what a function of the user's makes of a record: one that JSON can hold, or None to leave it out.
+
+    Args:
+        function: The function.
+        name: Its name, for errors.
+        record: The record.
+        place: Returns where it is, for errors.
+    Raises:
+        DataError: DATA_PREPROCESS.
+    """
+    try:
+        made = function(dict(record))
+    except Exception as error:  # the function is the user's
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise _refused(name, f"it fails at {place()}: {what}") from error
+    if made is None:
+        return None
+    try:
+        if not isinstance(made, Mapping):
+            raise TypeError(f"{type(made).__name__} is neither a dict nor None")
+        json.dumps(dict(made))
+    except (TypeError, ValueError) as error:
+        raise _refused(name, f"what it returns for {place()} cannot be read: {first_line(error)}") from error
+    return dict(made)
 
 
 def _refused(name: str, what: str) -> DataError:

@@ -10,7 +10,10 @@ import numpy as np
 
 from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import PreparedData
+from toolkit.data.streaming import StreamedRows
 from toolkit.modeling.loss import IGNORED
+
+STREAMED = 1000  # documents of a stream that are looked at
 
 
 def preview(data: PreparedData, tokenizer: Any, *, rows: int) -> dict[str, Any]:
@@ -21,16 +24,20 @@ def preview(data: PreparedData, tokenizer: Any, *, rows: int) -> dict[str, Any]:
         tokenizer: Tokenizer that made it, which decodes the rows.
         rows: Number of rows to decode.
     Returns:
-        As JSON: format, warnings, sources (name, records, documents of an epoch), train and eval (figures, or null), and rows (row, tokens, learned, padding, and text: pairs
+        As JSON: format, warnings, sources (name, records, documents of an epoch), streamed (whether train is the first documents
+        of a stream), train and eval (figures, or null), eval_sets (figures by name), and rows (row, tokens, learned, padding, and text: pairs
         of a text and whether its tokens are in the loss).
     """
+    train = data.train.head(STREAMED) if isinstance(data.train, StreamedRows) else data.train
     return {
         "format": data.format,
         "warnings": list(data.warnings),
         "sources": [asdict(share) for share in data.sources],
-        "train": _figures(data.train),
+        "streamed": isinstance(data.train, StreamedRows),
+        "train": _figures(train),
         "eval": None if data.eval is None else _figures(data.eval),
-        "rows": [_row(data.train, index, tokenizer) for index in range(min(rows, len(data.train)))],
+        "eval_sets": {name: _figures(held) for name, held in data.eval_sets.items()},
+        "rows": [_row(train, index, tokenizer) for index in range(min(rows, len(train)))],
     }
 
 

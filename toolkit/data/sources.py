@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,14 @@ import numpy as np
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
-from toolkit.config.job import Data, DataSource, LossOn
-from toolkit.config.job import Part as PartName
+from toolkit.config.job import Data, EvalSource, LossOn
 from toolkit.data.formats import CONVERSATION, SOURCE
 from toolkit.data.origins import Origins, place_of
 from toolkit.data.preprocess import preprocessed
 from toolkit.dataset_inspection.chats import unread_key_warning
 from toolkit.dataset_inspection.columns import renamed, resolve_layout
 from toolkit.dataset_inspection.files import PEEK_RECORDS, first_bad_json_line, wide_cells
-from toolkit.dataset_inspection.formats import Format, setting_of
+from toolkit.dataset_inspection.formats import Format, setting_of, split_of
 from toolkit.dataset_inspection.inspect import DatasetFacts, SourceFacts, unread_warning
 from toolkit.dataset_inspection.layouts import ALPACA_CHAT, Layout, unread_columns
 from toolkit.errors import DataError, Problem
@@ -81,16 +80,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """The documents of a job to train on and to validate on, and warnings of what is not read."""
+    """The documents of a job to train on and to validate on, in one set or in named ones, and warnings of what is not read; `train` is
+    None if it is streamed.
+    """
 
-    train: Part
+    train: Part | None
     eval: Part | None
     warnings: tuple[str, ...]
+    eval_sets: dict[str, Part] = field(default_factory=dict)
 
     @property
     def formats(self) -> tuple[Format, ...]:
         """Formats of the documents, each once."""
-        parts = (self.train,) if self.eval is None else (self.train, self.eval)
+        parts = [part for part in (self.train, self.eval, *self.eval_sets.values()) if part is not None]
         return tuple(dict.fromkeys(kind.format for part in parts for kind in part.kinds))
 
 
@@ -109,28 +111,33 @@ def load_documents(
         cache_dir: Folder in which `datasets` stores the Arrow files.
         template: Text of the chat template; message keys that it mentions are read.
     Returns:
-        Both data sets, in our own columns.
+        All data sets, in our own columns.
     Raises:
         DataError: DATA_HUB, DATA_REVISION, DATA_READ, DATA_JSON, DATA_COLUMNS, DATA_FORMAT, DATA_MIXED, DATA_TOO_SMALL.
     """
     warnings: list[str] = []
     load = partial(_load_part, data=data, cache_dir=cache_dir, template=template, warnings=warnings)
+    named = dict(zip(data.eval_sets, facts.eval, strict=True)) if data.eval_sets else {}
+    sets = {name: load((each,), part=f"eval.{name}") for name, each in named.items()}
+    held = load(facts.eval, part="eval") if facts.eval and not sets else None
+    if data.streaming:
+        return Documents(train=None, eval=held, eval_sets=sets, warnings=tuple(warnings))
     train = load(facts.train, part="train")
     if data.max_samples is not None:
         train = train.select(np.arange(min(data.max_samples, len(train.documents))))
-    held = load(facts.eval, part="eval") if facts.eval else None
     if held is not None and data.sources is None and held.kinds[0].format != train.kinds[0].format:
         message = f"data.train is {train.kinds[0].format}, but data.eval is {held.kinds[0].format}"
         raise DataError.of(code="DATA_MIXED", key="data.eval", message=message, fix="Give both the same columns")
     rows = None
-    if held is None and data.validation_fraction is not None:
+    if held is None and not sets and data.validation_fraction is not None:
         held_rows, rows = split_rows(len(train.documents), data.validation_fraction, seed=seed)
         held = train.select(held_rows)
-    weights = [source.weight for _, source in data.sources_of("train")]
+    weights = [getattr(source, "weight", 1) for _, source in data.sources_of("train")]
     if any(weight != 1 for weight in weights):
         rows = np.arange(len(train.documents)) if rows is None else rows
         rows = weighted_rows(rows, train.origins, weights, seed=seed)
-    return Documents(train=train if rows is None else train.select(rows), eval=held, warnings=tuple(warnings))
+    train = train if rows is None else train.select(rows)
+    return Documents(train=train, eval=held, eval_sets=sets, warnings=tuple(warnings))
 
 
 def weighted_rows(rows: np.ndarray, origins: Origins, weights: Sequence[float], *, seed: int) -> np.ndarray:
@@ -183,15 +190,18 @@ def _load_part(
     sources: tuple[SourceFacts, ...],
     *,
     data: Data,
-    part: PartName,
+    part: str,
     cache_dir: Path,
     template: str | None,
     warnings: list[str],
 ) -> Part:
     loaded, kinds, counts, keys = [], [], [], []
     records: list[np.ndarray | None] = []
-    for facts, (key, source) in zip(sources, data.sources_of(part), strict=True):
-        documents = _load_source(facts, source, key=key, cache_dir=cache_dir)
+    entries = dict(data.sources_of("train" if part == "train" else "eval"))
+    if part.startswith("eval."):  # one of the named sets
+        entries = {f"data.{part}": entries[f"data.{part}"]}
+    for facts, (key, source) in zip(sources, entries.items(), strict=True):
+        documents = load_source(facts, source, key=key, cache_dir=cache_dir)
         if source.max_rows is not None:
             documents = documents.select(range(min(source.max_rows, len(documents))))
         rows = None
@@ -288,18 +298,24 @@ def _mapped(documents: Any, function: Callable[..., Any], *kind: str, desc: str,
     )
 
 
-def _load_source(source: SourceFacts, wanted: DataSource, *, key: str, cache_dir: Path) -> Any:
-    split = wanted.split or "train"
+def load_source(source: SourceFacts, wanted: EvalSource, *, key: str, cache_dir: Path, streaming: bool = False) -> Any:
+    """Return a source as a `Dataset`, or if `streaming` as an `IterableDataset`, which reads no more than its head at once.
+
+    Raises:
+        DataError: DATA_HUB, DATA_REVISION, DATA_READ, DATA_JSON.
+    """
+    split = split_of(wanted, key)
     try:
         if source.kind == "hub":
-            return _load_hub(wanted, key=key, split=split)
+            return _load_hub(wanted, key=key, split=split, streaming=streaming)
         if source.kind == "saved":
             saved = datasets.load_from_disk(str(source.path))
             documents = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
             documents.data.table.validate(full=True)  # offsets of a damaged file may point anywhere
             # A set is saved with the format it had: as tensors, say, or without some of its columns.
             plain = documents.format["type"] is None and documents.format["columns"] == documents.column_names
-            return documents if plain else documents.with_format(None)
+            documents = documents if plain else documents.with_format(None)
+            return documents.to_iterable_dataset() if streaming else documents
         options: dict[str, Any] = {"data_files": [str(source.path)], "split": "train", "cache_dir": str(cache_dir)}
         if source.kind == "csv":
             options |= _csv_options(source.columns)
@@ -308,7 +324,7 @@ def _load_source(source: SourceFacts, wanted: DataSource, *, key: str, cache_dir
         with wide_cells(), warnings.catch_warnings():
             # `_csv_options` returns both, and they agree.
             warnings.filterwarnings("ignore", "Both a converter and dtype were specified")
-            return datasets.load_dataset(_BUILDERS[source.kind], **options)
+            return datasets.load_dataset(_BUILDERS[source.kind], **options, streaming=streaming)
     except DataError:
         raise
     except Exception as error:  # the libraries raise dozens of types here, all of which mean that it cannot be read
@@ -333,7 +349,7 @@ def _as_it_stands(cell: Any) -> Any:
     return cell
 
 
-def _load_hub(source: DataSource, *, key: str, split: str) -> Any:
+def _load_hub(source: EvalSource, *, key: str, split: str, streaming: bool) -> Any:
     """Load a hub data set, and check that it has the revision that the job names.
 
     Source:
@@ -347,7 +363,9 @@ def _load_hub(source: DataSource, *, key: str, split: str) -> Any:
         except RevisionNotFoundError:
             message, fix = f"{key}={name} has no revision {commit}", "Name a branch, tag or commit of it"
             raise DataError.of(code="DATA_REVISION", key=setting, message=message, fix=fix) from None
-    documents = datasets.load_dataset(name, source.name, split=split, revision=commit)
+    documents = datasets.load_dataset(name, source.name, split=split, revision=commit, streaming=streaming)
+    if streaming:
+        return documents
     # The cache has one folder per commit (datasets builder.py _relative_data_dir).
     found = {Path(file["filename"]).parent.name for file in documents.cache_files}
     if commit is not None and found - {commit}:

@@ -305,9 +305,11 @@ def _read_saved(path: Path, key: str, split: str) -> Head:
         splits = [str(name) for name in read_json_object(splits_file)["splits"]]
         if split not in splits:
             message = f"{path} has no split {split!r}: it has {', '.join(splits)}"
-            split_key = "data.eval_split" if key.startswith("data.eval") else setting_of(key, "split")
             problem = Problem(
-                code="DATA_SPLIT", key=split_key, message=message, fix=f"Set it to one of {', '.join(splits)}"
+                code="DATA_SPLIT",
+                key=setting_of(key, "split"),
+                message=message,
+                fix=f"Set it to one of {', '.join(splits)}",
             )
             return Head(problems=(problem,))
         path = path / split

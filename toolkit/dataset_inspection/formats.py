@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from toolkit.config.job import Data, LossOn
+from toolkit.config.job import Data, EvalSource, LossOn
 from toolkit.errors import Problem
 
 Format = Literal["text", "prompt_completion", "messages", "tokens"]
@@ -43,9 +43,21 @@ def record_fault(record: Mapping[str, Any], format_: Format) -> str | None:
     return None
 
 
+def has_settings(key: str) -> bool:
+    """Return whether the source with this key path is a section of its own."""
+    return key.startswith(("data.sources", "data.eval."))
+
+
 def setting_of(key: str, name: str) -> str:
-    """Return the key of a setting of a source: its own among `data.sources`, else that of the section."""
-    return f"{key}.{name}" if key.startswith("data.sources") else f"data.{name}"
+    """Return the key of a setting of a source: its own where it is a section, else that of `data`."""
+    if not has_settings(key) and name == "split" and key.startswith("data.eval"):
+        return "data.eval_split"
+    return f"{key}.{name}" if has_settings(key) else f"data.{name}"
+
+
+def split_of(source: EvalSource, key: str) -> str:
+    """Return the split of a source with this key path."""
+    return source.split or ("validation" if key.startswith("data.eval") else "train")
 
 
 def section_problems(data: Data) -> list[Problem]:
@@ -56,7 +68,7 @@ def section_problems(data: Data) -> list[Problem]:
         fix = "Add data.train: FILE, with a .jsonl, .txt, .csv or .parquet file or a hub id, or a list as data.sources"
         return [Problem(code="DATA_SOURCES", key="data", message="data names no training data", fix=fix)]
     problems = []
-    own = ("max_samples", "split") + (("format", "name", "revision") if data.eval is None else ())
+    own = ("max_samples", "split") + (("format", "name", "revision") if data.eval is None or data.eval_sets else ())
     for name in ("train", *own):
         if name not in data.model_fields_set or getattr(data, name) is None:
             continue

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from toolkit.config.job import Data, DataSource, LossOn, Part
+from toolkit.config.job import Data, EvalSource, LossOn, Part
 from toolkit.config.paths import PathKind, is_file, is_folder, num_bytes, path_kind, shown
 from toolkit.config.suggestions import nearest
 from toolkit.dataset_inspection.chat_template import (
@@ -22,7 +22,14 @@ from toolkit.dataset_inspection.chat_template import (
 from toolkit.dataset_inspection.chats import conversation_problems, unread_key_warning
 from toolkit.dataset_inspection.columns import renamed, resolve_layout
 from toolkit.dataset_inspection.files import SUFFIXES, Head, Kind, read_head
-from toolkit.dataset_inspection.formats import Format, as_format, loss_on_problem, section_problems
+from toolkit.dataset_inspection.formats import (
+    Format,
+    as_format,
+    has_settings,
+    loss_on_problem,
+    section_problems,
+    split_of,
+)
 from toolkit.dataset_inspection.layouts import Layout, unread_columns
 from toolkit.errors import DataError, Problem, SpecError, ToolkitError, raise_all
 
@@ -126,10 +133,12 @@ def peek(
                 sources[part].append(facts)
     everything = sources["train"] + sources["eval"]
     formats = {source.format for source in everything if source.format is not None}
-    if len(formats) > 1 and data.sources is None:
-        problems.append(_mixed(everything))
+    alike = sources["train"] if data.eval_sets else everything  # named sets have formats of their own
+    mixed = data.sources is None and len({source.format for source in alike} - {None}) > 1
+    if mixed:
+        problems.append(_mixed(alike))
     found = next(iter(formats)) if len(formats) == 1 else None
-    if data.sources is not None or found is not None:
+    if data.sources is not None or (formats and not mixed):
         problems += _loss_problems(data, everything)
     problems += _combination_problems(data, sources)
     problems += unreadable
@@ -156,11 +165,15 @@ def _loss_problems(data: Data, sources: list[SourceFacts]) -> list[Problem]:
 
 
 def _own_loss(data: Data, facts: SourceFacts) -> bool:
-    return any(key == facts.key and source.loss_on is not None for key, source in data.sources_of("train"))
+    return any(
+        key == facts.key and source.loss_on is not None
+        for part in get_args(Part)
+        for key, source in data.sources_of(part)
+    )
 
 
 def _look_at(
-    source: DataSource,
+    source: EvalSource,
     data: Data,
     *,
     key: str,
@@ -187,9 +200,9 @@ def _look_at(
     except SpecError as error:
         problems += error.problems
         return None
-    if key.startswith("data.sources"):
+    if has_settings(key):
         problems += _local_problems(source, kind, key=key)
-    head = read_head(path, kind, key=key, split=source.split or "train")
+    head = read_head(path, kind, key=key, split=split_of(source, key))
     facts = SourceFacts(
         name=name,
         kind=kind,
@@ -206,7 +219,7 @@ def _look_at(
     return _facts_of(source, head, facts, data.system_prompt, template=template, problems=problems)
 
 
-def _local_problems(source: DataSource, kind: Kind, *, key: str) -> Iterable[Problem]:
+def _local_problems(source: EvalSource, kind: Kind, *, key: str) -> Iterable[Problem]:
     """Yield the problems of keys of the hub that a local source has."""
     for name, code in (("name", "DATA_SPLIT"), ("revision", "DATA_REVISION"), ("split", "DATA_SPLIT")):
         value = getattr(source, name)
@@ -216,7 +229,7 @@ def _local_problems(source: DataSource, kind: Kind, *, key: str) -> Iterable[Pro
 
 
 def _facts_of(
-    source: DataSource,
+    source: EvalSource,
     head: Head,
     facts: SourceFacts,
     system_prompt: str | None,
@@ -255,7 +268,7 @@ def _facts_of(
     return replace(facts, format=layout.format, unread=_unread(layout, head), unread_keys=unread_keys)
 
 
-def _wanted(source: DataSource) -> Format | None:
+def _wanted(source: EvalSource) -> Format | None:
     return None if source.format == "auto" else as_format(source.format)
 
 
@@ -338,8 +351,8 @@ def _mixed(sources: list[SourceFacts]) -> Problem:
 def _combination_problems(data: Data, sources: dict[str, list[SourceFacts]]) -> list[Problem]:
     """Return the problems of keys that contradict each other: none may be accepted and then not used."""
     problems: list[Problem] = []
-    if data.sources is not None:  # each has its own split, name and revision: those of the section are of `eval`
-        sources = sources | {"train": []}
+    # A source that is a section has its own split, name and revision: those of `data` are of the others.
+    sources = {part: [each for each in found if not has_settings(each.key)] for part, found in sources.items()}
     if data.eval is not None and data.validation_fraction is not None:
         message = (
             f"data.validation_fraction={data.validation_fraction} conflicts with data.eval: both name validation data"
@@ -352,8 +365,9 @@ def _combination_problems(data: Data, sources: dict[str, list[SourceFacts]]) -> 
         )
         fix = "Set data.max_samples to at least 2, or remove data.validation_fraction"
         problems.append(Problem(code="DATA_TOO_SMALL", key="data.max_samples", message=message, fix=fix))
-    if data.eval_split is not None and data.eval is None:
-        message = f"data.eval_split={data.eval_split} is not used: data.eval is not given"
+    if data.eval_split is not None and (data.eval is None or data.eval_sets):
+        why = "each set of data.eval has its own split" if data.eval_sets else "data.eval is not given"
+        message = f"data.eval_split={data.eval_split} is not used: {why}"
         fix = "Set data.eval to the data set with that split, or remove data.eval_split"
         problems.append(Problem(code="DATA_SPLIT", key="data.eval_split", message=message, fix=fix))
     kinds = {part: {source.kind for source in found} for part, found in sources.items()}

@@ -29,6 +29,7 @@ TraceCheck = Callable[[list[int]], None]
 SWAP_SUFFIX = ".tensor.swp"
 _FLUSH = "_flush_coalesced_reduction_zero12"
 _LEAF = "_z3_leaf"
+_FLAT_WEIGHTS = "fp32_flat_groups"
 
 
 # The process: module globals.
@@ -320,6 +321,34 @@ def sort_by_rank(engine: Any) -> None:
     """
     found = engine._get_all_ckpt_names
     engine._get_all_ckpt_names = lambda *place: sorted(found(*place), key=lambda name: (len(name), name))
+
+
+# What a checkpoint's module states say when the optimizer's are left out.
+WEIGHTS_ALONE = "weights_alone"
+
+
+@contextmanager
+def saving_weights_alone(engine: Any) -> Iterator[None]:
+    """Leave the optimizer's state and the schedule out of what an engine saves; under stage 3 its files hold the weights, and keep them.
+
+    Source:
+        runtime/engine.py _save_checkpoint, _save_zero_checkpoint; runtime/zero/stage3.py _rigid_state_dict.
+    """
+    files = engine.checkpoint_engine
+    save = files.save
+
+    def save_weights(state_dict: dict[str, Any], path: str) -> None:
+        optimizer = state_dict.get("optimizer_state_dict")
+        if optimizer is None:
+            save(state_dict | {"optimizer": None, "lr_scheduler": None, WEIGHTS_ALONE: True}, path)
+        elif _FLAT_WEIGHTS in optimizer:
+            save(state_dict | {"optimizer_state_dict": {_FLAT_WEIGHTS: optimizer[_FLAT_WEIGHTS]}}, path)
+
+    files.save = save_weights
+    try:
+        yield
+    finally:
+        del files.save
 
 
 def load_files_by(engine: Any, read: Callable[..., dict[str, Any]]) -> None:

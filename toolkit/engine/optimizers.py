@@ -1,35 +1,97 @@
-"""Optimizers that DeepSpeed does not make: torch's under DDP and FSDP2, and bitsandbytes'."""
+"""Optimizers that DeepSpeed does not make: torch's under DDP and FSDP2, bitsandbytes', and transformers' Adafactor."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
+from toolkit.distributed.dtensors import is_dtensor
 from toolkit.errors import PlanError, first_line
 from toolkit.launch.packages import package_of_optimizer
 from toolkit.planning.plan import Plan
 
 # What bitsandbytes' 8-bit states mean: one table of 256 numbers for each moment, the same for all weights.
 TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}
+# Numbers of a weight that share a scale of their 8-bit states.
+BLOCK = 256
+# bitsandbytes counts the numbers of a weight in 32 bits. ZeRO's flat partitions have more from two billion parameters a rank on.
+LONGEST = 2**30
 
 
-def made_here(plan: Plan, groups: list[Any]) -> torch.optim.Optimizer:
-    """Return the optimizer of a plan over parameter groups.
+def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a plan over parameter groups of a model.
 
     Raises:
         PlanError: OPTIMIZER_PACKAGE if bitsandbytes cannot be imported.
     Source:
-        bitsandbytes optim/adamw.py AdamW8bit, optim/lion.py Lion; arXiv 2110.02861 (blocks of 8-bit states), 2302.06675 (Lion).
+        bitsandbytes optim/adamw.py AdamW8bit, optim/lion.py Lion; transformers optimization.py Adafactor, as trainer_optimizer.py
+        makes it; torch optim/_muon.py Muon; arXiv 2110.02861 (blocks of 8-bit states), 2302.06675 (Lion), 1804.04235 (Adafactor),
+        2502.16982 (Muon, scaled to rates of AdamW).
     """
     train, rate = plan.job.train, plan.settings.learning_rate
     if train.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=train.momentum or 0.0, weight_decay=train.weight_decay)
     betas = (train.adam_beta1, train.adam_beta2)
+    on_host = plan.job.parallel.fsdp2_options.cpu_offload
+    if train.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        fixed = {"scale_parameter": False, "relative_step": False}
+        return Adafactor(groups, lr=rate, weight_decay=train.weight_decay, **fixed)  # type: ignore[no-any-return]
     if train.optimizer == "lion":
-        return _bitsandbytes(plan).Lion(groups, lr=rate, betas=betas, weight_decay=train.weight_decay)  # type: ignore[no-any-return]
-    kind = _bitsandbytes(plan).AdamW8bit if train.optimizer == "adamw_8bit" else torch.optim.AdamW
-    return kind(groups, lr=rate, betas=betas, eps=train.adam_epsilon, weight_decay=train.weight_decay)
+        return _in_parts(_bitsandbytes(plan).Lion)(groups, lr=rate, betas=betas, weight_decay=train.weight_decay)  # type: ignore[no-any-return]
+    options: dict[str, Any] = {
+        "lr": rate,
+        "betas": betas,
+        "eps": train.adam_epsilon,
+        "weight_decay": train.weight_decay,
+    }
+    if train.optimizer == "adamw_8bit":
+        return _in_parts(_bitsandbytes(plan).AdamW8bit)(groups, **options)  # type: ignore[no-any-return]
+    if train.optimizer == "muon":
+        return MuonWithAdamW(groups, model, momentum=train.momentum or 0.95, **options)
+    return torch.optim.AdamW(groups, **options, fused=True if on_host else None)  # one pass over the state in RAM
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the matrices of a model but those of embeddings and head, AdamW for the rest.
+
+    Args:
+        groups: Parameter groups, or parameters.
+        model: The model.
+        momentum: Muon's.
+        options: AdamW's, of which Muon has rate and decay.
+    """
+
+    def __init__(self, groups: list[Any], model: torch.nn.Module, *, momentum: float, **options: Any) -> None:
+        kept = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+        base: Any = getattr(model, "get_base_model", lambda: model)()
+        kept.add(id(getattr(base.get_output_embeddings(), "weight", None)))
+        shared = {name: options[name] for name in ("lr", "weight_decay")}
+        split: list[dict[str, Any]] = []
+        for group in groups if isinstance(groups[0], dict) else [{"params": groups}]:
+            for is_hidden in (True, False):
+                chosen = [w for w in group["params"] if (w.ndim == 2 and id(w) not in kept) == is_hidden]
+                if chosen:
+                    split.append({**group, "params": chosen, "is_hidden": is_hidden})
+        super().__init__(split, options)
+        hidden, rest = ([g for g in self.param_groups if g["is_hidden"] == each] for each in (True, False))
+        self._parts: list[torch.optim.Optimizer] = []
+        if hidden:
+            self._parts.append(torch.optim.Muon(hidden, **shared, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
+        if rest:
+            self._parts.append(torch.optim.AdamW(rest, **options))
+        # One list of groups, whose rates a schedule sets, and one table of states.
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        for part in self._parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step every part."""
+        for part in self._parts:
+            part.step()
 
 
 def complete_state(optimizer: torch.optim.Optimizer, weight: torch.Tensor, state: dict[str, Any]) -> None:
@@ -44,6 +106,56 @@ def complete_state(optimizer: torch.optim.Optimizer, weight: torch.Tensor, state
     state["step"] = int(state["step"])
     if "absmax1" in state:
         state |= {key: tables[name].to(weight.device) for key, name in TABLES.items()}
+
+
+@functools.cache
+def _in_parts(kind: Any) -> Any:
+    """Return a class of bitsandbytes' optimizers that steps of a sharded weight what this rank has, and a weight of over `LONGEST`
+    numbers in parts, each of whole blocks.
+    """
+
+    class InParts(kind):  # type: ignore[misc]
+        def init_state(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
+            if not is_dtensor(p):
+                super().init_state(group, p, gindex, pindex)
+                return
+            local = _local(p)
+            super().init_state(group, local, gindex, pindex)
+            self.state[p] = self.state.pop(local)
+
+        def update_step(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
+            if is_dtensor(p):
+                local = _local(p)
+                self.state[local] = self.state[p]
+                if local.numel():  # a rank may have no row of a weight
+                    self.update_step(group, local, gindex, pindex)
+                del self.state[local]
+                return
+            if p.numel() <= LONGEST or p.grad is None:
+                super().update_step(group, p, gindex, pindex)
+                return
+            state, values, gradient = self.state[p], p.data.view(-1), p.grad.reshape(-1)
+            for start in range(0, p.numel(), LONGEST):
+                numbers = slice(start, start + LONGEST)
+                blocks = slice(start // BLOCK, (start + LONGEST) // BLOCK)
+                part = torch.nn.Parameter(values[numbers])
+                part.grad = gradient[numbers]
+                self.state[part] = state | {
+                    **{key: state[key].view(-1)[numbers] for key in ("state1", "state2") if key in state},
+                    **{key: state[key][blocks] for key in ("absmax1", "absmax2") if key in state},
+                }
+                super().update_step(group, part, gindex, pindex)
+                del self.state[part]
+            state["step"] += 1
+
+    return InParts
+
+
+def _local(weight: Any) -> torch.nn.Parameter:
+    """Return what this rank has of a sharded weight, with its gradient."""
+    local = torch.nn.Parameter(weight.to_local())
+    local.grad = weight.grad.to_local()
+    return local
 
 
 def _bitsandbytes(plan: Plan) -> Any:

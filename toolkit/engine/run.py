@@ -20,6 +20,7 @@ from toolkit.data.formats import TransformersTokenizer
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import PreparedData
+from toolkit.data.streaming import StreamedRows, StreamLoader
 from toolkit.distributed.deepspeed_private import restore_patches
 from toolkit.distributed.world import World, destroy_world
 from toolkit.engine.batch_check import compare_batches
@@ -59,7 +60,9 @@ class Run:
         last_learning_rate: Learning rate of the last step.
         memory: Peaks of this rank's memory by phase.
         compute_metrics: Called by `evaluate` with logits and labels of each batch; its (total, count) by name are summed.
-        metrics: Metrics of the last evaluation: `eval_loss`, and `eval_NAME` for each of `compute_metrics`.
+        metrics: Metrics of the last evaluation: `eval_loss`, and `eval_NAME` for each of `compute_metrics`; of a named set, which has its
+            name after `eval_`, while hooks are called, and of all sets afterwards.
+        stream_state: Position in streamed data that a resume has found; a loader begins there.
         state: Values of hooks, as JSON has them: rank 0's are saved with each checkpoint, and a resume gives them to all ranks.
         stop_requested: Set to True on any rank to make `should_stop` true on all of them, after the same step: the
             next one on CPU, the one after that on GPU.
@@ -80,6 +83,8 @@ class Run:
         self.memory = memory or PhaseMemoryTracker(world.device)
         self.step_count = 0
         self.state: dict[str, Any] = {}
+        self.stream_state: dict[str, Any] | None = None
+        self._stream: StreamLoader | None = None
         self.compute_metrics: MetricFunction | None = None
         self.metrics: dict[str, float] = {}
         self.num_steps: int | None = plan.settings.max_steps
@@ -196,7 +201,7 @@ class Run:
         self._schedule.set_rates()
 
     @checks_arguments
-    def loader(self, dataset: PackedDataset) -> StepLoader:
+    def loader(self, dataset: PackedDataset | StreamedRows) -> StepLoader | StreamLoader:
         """Return this rank's batches from the current step to the end of the run.
 
         Args:
@@ -206,6 +211,8 @@ class Run:
             RunError: STEP_SEQUENCE_LENGTH.
         """
         batch, settings = self.plan.settings.batch, self.plan.settings
+        if isinstance(dataset, StreamedRows):
+            return self._stream_loader(dataset)
         total = settings.max_steps or num_steps(len(dataset), batch.train, settings.num_train_epochs or 1.0)
         self.set_num_steps(total)
         return StepLoader(
@@ -221,6 +228,35 @@ class Run:
             num_steps=total,
             group_by_length=self.plan.job.data is not None and self.plan.job.data.group_by_length,
         )
+
+    def _stream_loader(self, rows: StreamedRows) -> StreamLoader:
+        batch, total = self.plan.settings.batch, self.plan.settings.max_steps
+        assert total is not None, "a rule refuses a stream without it"
+        self.set_num_steps(total)
+        if self.step_count and self.stream_state is None:
+            raise RunError.of(
+                code="STREAM_POSITION",
+                key="data.streaming",
+                message=f"the run is at step {self.step_count}, and its checkpoint has no position in streamed data: it was saved "
+                "without `run.loader`",
+                fix="Resume a run that took its batches from `run.loader`, or set data.streaming to false",
+            )
+        self._stream = StreamLoader(
+            rows,
+            collate=self._collator(rows),
+            micro_batch_size=batch.micro,
+            gradient_accumulation_steps=batch.accumulation,
+            dp_rank=self.world.coordinate.dp,
+            dp_size=batch.dp_size,
+            num_steps=total - self.step_count,
+            state=self.stream_state,
+        )
+        return self._stream
+
+    @property
+    def stream_position(self) -> dict[str, Any] | None:
+        """Position in streamed data after the last step, for a checkpoint; None without."""
+        return None if self._stream is None else self._stream.state()
 
     @checks_arguments
     def eval_loader(self, dataset: PackedDataset) -> EvalLoader:
@@ -298,16 +334,18 @@ class Run:
         return count
 
     @checks_arguments
-    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
+    def evaluate(self, batches: Iterable[MicroBatch], *, name: str = "") -> float:
         """Return the mean loss over the unmasked tokens of all ranks' batches, without gradients.
 
         Args:
             batches: This rank's micro-batches, each as in `step`; all ranks must have the same number of them.
+            name: Name of the validation set, if it has one: its metrics are `eval_NAME_loss` and `eval_NAME_` with those of `compute_metrics`.
 
         Raises:
             SpecError: ARGUMENT if a micro-batch lacks `input_ids` or `labels`.
             RunError: As `outputs`.
         """
+        prefix = f"eval_{name}_" if name else "eval_"
         sums = torch.zeros(2, device=self.world.device, dtype=torch.float64)
         totals: Counter[tuple[str, int]] = Counter()
         for batch, outputs in self._outputs(batches, _BATCH):
@@ -321,7 +359,8 @@ class Run:
         self.memory.end("evaluation")
         dist.all_reduce(sums, group=self._replicas)
         loss = float(sums[0] / sums[1].clamp(min=1))
-        self.metrics = {"eval_loss": loss, **self._summed_metrics(totals)}
+        others = {f"{prefix}{key}": value for key, value in self._summed_metrics(totals).items()}
+        self.metrics = {f"{prefix}loss": loss, **others}
         self.call_hooks("evaluation", loss)
         return loss
 
@@ -334,9 +373,7 @@ class Run:
         for part in parts[1:]:
             parts[0].update(part)
         names = dict.fromkeys(name for name, _ in parts[0])
-        return {
-            f"eval_{name}": parts[0][name, 0] / parts[0][name, 1] if parts[0][name, 1] else math.nan for name in names
-        }
+        return {name: parts[0][name, 0] / parts[0][name, 1] if parts[0][name, 1] else math.nan for name in names}
 
     @checks_arguments
     def outputs(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
@@ -369,7 +406,7 @@ class Run:
         finally:
             self.engine.train()
 
-    def _collator(self, dataset: PackedDataset) -> Collator:
+    def _collator(self, dataset: PackedDataset | StreamedRows) -> Collator:
         planned = self.plan.settings.sequence_length
         if dataset.sequence_length != planned:
             raise RunError.of(

@@ -28,8 +28,9 @@ from toolkit.io import MAX_TEXT_BYTES, read_plain
 
 ENGINE_FILE = "engine.json"
 
-# What the names of tensors begin with: a weight's, and those of its optimizer state (`optimizer.NAME.exp_avg`).
-WEIGHT, OPTIMIZER = "model.", "optimizer."
+# What the names of tensors begin with: a weight's, those of its optimizer state (`optimizer.NAME.exp_avg`), and those of a
+# communication hook (`hook.RANK.NAME.error`).
+WEIGHT, OPTIMIZER, HOOK = "model.", "optimizer.", "hook."
 
 
 class EngineRecord(BaseModel):

@@ -17,10 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.distributed.dtensors import is_dtensor
 from toolkit.distributed.world import World
+from toolkit.engine.comm_hooks import Hook, comm_hook
 from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.optimizers import TABLES, complete_state, made_here
 from toolkit.engine.sharded_files import (
     ENGINE_FILE,
+    HOOK,
     OPTIMIZER,
     WEIGHT,
     EngineRecord,
@@ -60,7 +62,8 @@ class TorchEngine:
         self._shards = plan.job.parallel.strategy == "fsdp2"
         self.module = model
         self._wrapper: Any = model if self._shards or world.size == 1 else _replicated(plan, model, world)
-        self.optimizer = made_here(plan, groups)
+        self._hook: Any = None if self._wrapper is model else _hooked(plan, self._wrapper, world)
+        self.optimizer = made_here(plan, groups, model)
         self.lr_scheduler = schedule.build(self.optimizer)
         self._micro_batches = 0
         self._norm: Tensor | None = None
@@ -98,14 +101,16 @@ class TorchEngine:
         self._micro_batches = 0
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        self._norm = _total_norm(gradients)
+        self._norm = _total_norm(gradients, device=self._world.device)
         limit = self._plan.job.train.max_grad_norm
         if limit:
             # torch nn/utils/clip_grad.py _clip_grads_with_norm_
             factor = (limit / (self._norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(_held(gradients), factor)
+            torch._foreach_mul_(_held(gradients), factor.to(gradients[0].device))
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        options = self._plan.job.parallel.ddp_options
+        # Those that lie in buckets stay there; the search for unused weights needs them to be absent.
+        self.optimizer.zero_grad(set_to_none=not options.gradient_as_bucket_view or options.find_unused_parameters)
         self.lr_scheduler.step()
 
     @property
@@ -133,7 +138,7 @@ class TorchEngine:
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
     def save_checkpoint(self, folder: str, *, tag: str, exclude_frozen_parameters: bool) -> None:
-        """Write weights and optimizer state below `folder/tag`, each rank its part, and the tag's name.
+        """Write weights and, unless the plan saves weights alone, optimizer state below `folder/tag`, each rank its part, and the tag's name.
 
         Collectives:
             Those of torch's distributed checkpoint.
@@ -141,12 +146,15 @@ class TorchEngine:
         target = Path(folder) / tag
         weights = dict(self._weights(trained_only=exclude_frozen_parameters))
         states = {
-            f"{OPTIMIZER}{name}.{key}": value if isinstance(value, Tensor) else torch.tensor(float(value))
-            for name, weight in self._trained()
+            self._name_of_state(name, key, weight, value): value
+            if isinstance(value, Tensor)
+            else torch.tensor(float(value))
+            for name, weight in (() if self._plan.job.train.save_only_model else self._trained())
             for key, value in self.optimizer.state[weight].items()
             if key not in TABLES
         }
-        save_tensors(target, {f"{WEIGHT}{name}": weight.detach() for name, weight in weights.items()} | states)
+        hooked = {} if self._plan.job.train.save_only_model else dict(self._of_hook())
+        save_tensors(target, {f"{WEIGHT}{name}": weight.detach() for name, weight in weights.items()} | states | hooked)
         if self._world.is_main:
             record = EngineRecord(
                 scheduler_epoch=self.lr_scheduler.last_epoch,
@@ -177,19 +185,28 @@ class TorchEngine:
         saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for name, weight in self._trained():
-            states[weight] = {
-                key: _room_for(key, weight, saved[f"{OPTIMIZER}{name}.{key}"])
-                for key in record.optimizer_state
-                if f"{OPTIMIZER}{name}.{key}" in saved
-            }
-            wanted |= {f"{OPTIMIZER}{name}.{key}": value for key, value in states[weight].items()}
-        load_tensors(source, wanted, reader=reader)
+            states[weight] = {}
+            for key in record.optimizer_state:
+                for place, whole in ((name, True), (f"{name}@{self._world.rank}", False)):
+                    if (known := f"{OPTIMIZER}{place}.{key}") in saved:
+                        states[weight][key] = wanted[known] = _room_for(key, weight, saved[known], whole=whole)
+        prefixes = (f"{HOOK}{SHARED}.", f"{HOOK}{self._world.rank}.") if hasattr(self._hook, "restore") else ()
+        hooked = {name: _like(kept, self._world) for name, kept in saved.items() if name.startswith(prefixes)}
+        load_tensors(source, wanted | hooked, reader=reader)
+        if prefixes:
+            kept = {name.removeprefix(HOOK).partition(".")[2]: tensor for name, tensor in hooked.items()}
+            self._hook.restore(kept, steps=record.scheduler_epoch)
         for weight, state in states.items():
             complete_state(self.optimizer, weight, state)
         self.optimizer.state.clear()
         self.optimizer.state.update({weight: state for weight, state in states.items() if state})
         self.lr_scheduler.last_epoch = record.scheduler_epoch
         return tag, {}
+
+    def _name_of_state(self, name: str, key: str, weight: Tensor, value: Any) -> str:
+        """Return the name of a part of a weight's state, with the rank where only that one has it."""
+        alone = is_dtensor(weight) and isinstance(value, Tensor) and not is_dtensor(value) and key != STEP
+        return f"{OPTIMIZER}{name}@{self._world.rank}.{key}" if alone else f"{OPTIMIZER}{name}.{key}"
 
     def _weights(self, *, trained_only: bool) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.module.named_parameters():
@@ -198,20 +215,44 @@ class TorchEngine:
         kept = self.module.state_dict(keep_vars=True)
         yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in kept)
 
+    def _of_hook(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a communication hook keeps: tensors of this rank, then those that all ranks have."""
+        kept = self._hook.tensors() if hasattr(self._hook, "restore") else ({}, {})
+        for whose, tensors in zip((self._world.rank, SHARED), kept, strict=True):
+            yield from ((f"{HOOK}{whose}.{name}", tensor.contiguous()) for name, tensor in tensors.items())
+
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad)
 
 
+SHARED = "all"  # in the names of a hook's tensors, in place of a rank
 STEP = "step"  # the count of steps of one parameter: a scalar on the host
 
 
-def _room_for(key: str, weight: nn.Parameter, saved: Any) -> Tensor:
+def _room_for(key: str, weight: nn.Parameter, saved: Any, *, whole: bool) -> Tensor:
     """Return an empty tensor for a saved one of a weight's state: sharded as the weight, or of its own shape and type."""
     if key == STEP:
         return torch.zeros(())
-    if is_dtensor(weight) or (tuple(saved.size) == tuple(weight.shape) and saved.properties.dtype == weight.dtype):
+    if (is_dtensor(weight) and whole) or (
+        tuple(saved.size) == tuple(weight.shape) and saved.properties.dtype == weight.dtype
+    ):
         return torch.zeros_like(weight)
     return torch.zeros(saved.size, dtype=saved.properties.dtype, device=weight.device)
+
+
+def _like(saved: Any, world: World) -> Tensor:
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device=world.device)
+
+
+def _hooked(plan: Plan, wrapper: Any, world: World) -> Hook | None:
+    """Give DDP the plan's communication hook, and return it."""
+    names: dict[Tensor, str] = {
+        weight: name for name, weight in wrapper.module.named_parameters() if weight.requires_grad
+    }
+    hook = comm_hook(plan, names, world=world)
+    if hook is not None:
+        wrapper.register_comm_hook(hook, lambda hook, bucket: hook(bucket))  # torch reads annotations of functions
+    return hook
 
 
 def _replicated(plan: Plan, model: nn.Module, world: World) -> nn.Module:
@@ -226,18 +267,18 @@ def _replicated(plan: Plan, model: nn.Module, world: World) -> nn.Module:
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         broadcast_buffers=options.broadcast_buffers,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
     )
 
 
-def _total_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients, summed in fp32 whatever their dtype.
+def _total_norm(gradients: list[Tensor], *, device: torch.device) -> Tensor:
+    """Return the 2-norm of all gradients on a device, summed in fp32 whatever their dtype.
 
     Collectives:
         Under FSDP2 one all-reduce among the ranks of a replica.
     """
-    norm: Tensor = torch.linalg.vector_norm(
-        torch.stack(torch._foreach_norm(_held(gradients), 2.0, dtype=torch.float32))
-    )
+    norms = torch._foreach_norm(_held(gradients), 2.0, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)).to(device)
     mesh: Any = getattr(gradients[0], "device_mesh", None)
     if mesh is None:
         return norm

@@ -14,7 +14,7 @@ from toolkit.exporter.zero_reader import StoredTensor
 from toolkit.modeling.conversion import ConversionGroup, convert_group
 from toolkit.modeling.nf4 import rounded_to_nf4
 from toolkit.modeling.safetensors_folder import SafetensorsFolder
-from toolkit.modeling.weights import full_shapes, plan_loading
+from toolkit.modeling.weights import full_shapes, grow_embeddings, plan_loading
 
 
 @dataclass(slots=True)
@@ -42,6 +42,7 @@ class PretrainedWeights:
     def __post_init__(self) -> None:
         self._files = SafetensorsFolder(self.folder)
         self._shapes = full_shapes(self.model)
+        grow_embeddings(self._files, self.model, self._shapes)  # as the run has, whose configuration the model has
         schedule = plan_loading(self.model, self._files.metas)
         raise_all(CheckpointError, schedule.problems)
         self._group_of = {key: group for batch in schedule.batches for group, keys in batch for key in keys}

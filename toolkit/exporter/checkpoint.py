@@ -20,6 +20,7 @@ from toolkit.checkpoint.state import State, saved_plan
 from toolkit.engine.initialize import locate_weights
 from toolkit.errors import CheckError, CheckpointError, first_line
 from toolkit.exporter.export import ExportReport, export_checkpoint
+from toolkit.exporter.hub import write_card
 from toolkit.exporter.model_folder import brings_code, read_model_object
 from toolkit.modeling.architecture import DTYPES
 from toolkit.modeling.nf4 import hold_in_nf4
@@ -67,7 +68,7 @@ def export(
     verify_first: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Export:
-    """Write a checkpoint of any ZeRO stage, of DDP or FSDP2 as Hugging Face safetensors with config and tokenizer.
+    """Write a checkpoint of any ZeRO stage, of DDP or FSDP2 as Hugging Face safetensors with config, tokenizer and model card.
 
     Args:
         checkpoint: Folder that `tk.save` or `toolkit train` wrote.
@@ -110,9 +111,12 @@ def export(
     reason = _why_not_compared(plan, probe, dtype=dtype, asked=check_logits, merge_adapter=merge_adapter)
     differences: list[float] = []
 
-    def compare(folder: Path, report: ExportReport) -> None:
+    def finish(folder: Path, report: ExportReport) -> None:
+        write_card(folder, report, plan, state, source.absolute().parent)
+        if reason is not None:
+            return
         assert probe is not None, "or there is a reason not to compare"
-        model = _reload(plan, folder, report, trust_remote_code=trust_remote_code)
+        model = _reload(plan, folder, report, model_dir=source / MODEL, trust_remote_code=trust_remote_code)
         differences.append(_compare(plan, model, report, probe))
 
     report = export_checkpoint(
@@ -128,7 +132,7 @@ def export(
         trust_remote_code=trust_remote_code,
         grid=plan.grid,
         progress=progress,
-        inspect=compare if reason is None else None,
+        inspect=finish,
     )
     difference = differences[0] if differences else None
     return Export(folder=report.output_dir, report=report, logits_difference=difference, not_compared=reason)
@@ -205,7 +209,7 @@ def _compare(plan: Plan, model: Any, report: ExportReport, probe: Path) -> float
     return difference
 
 
-def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code: bool) -> Any:
+def _reload(plan: Plan, folder: Path, report: ExportReport, *, model_dir: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -213,7 +217,14 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code
     attention = plan.settings.attention if plan.settings.attention != "flash_attention_2" else "sdpa"
     base = folder if report.kind != "adapter" else locate_weights(plan)
     try:
-        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        # An adapter was trained on the base as the run had it, which its folder does not say.
+        job = plan.job.model
+        changed = report.kind == "adapter" and (job.rope_scaling is not None or job.resizes)
+        own = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        config = own
+        if changed:
+            config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+            config.get_text_config().vocab_size = own.get_text_config().vocab_size
         # Set here, because attn_implementation= would not replace the one in the file, such as a kernel of the hub.
         config._attn_implementation = attention
         model = AutoModelForCausalLM.from_pretrained(
@@ -222,6 +233,8 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code
         if report.kind == "adapter":
             from peft import PeftModel
 
+            if job.resizes:
+                _grow(model, plan.model.vocab_size)
             if plan.job.train.method == "qlora":
                 hold_in_nf4(model, dtype=DTYPES[plan.settings.dtype])
             model = PeftModel.from_pretrained(model, str(folder))
@@ -233,6 +246,16 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code
             message=f"the export cannot be loaded: {first_line(error)}",
             fix="No export was written; export another checkpoint, or pass --no-check-logits to export without loading",
         ) from error
+
+
+@torch.no_grad()
+def _grow(model: Any, vocab_size: int) -> None:
+    """Resize the embeddings of a base model as the run has: each new row is the mean of the old ones."""
+    old = model.get_input_embeddings().weight.shape[0]
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for weight in () if end is None else end.parameters(recurse=False):
+            weight[old:] = weight[:old].double().mean(0).to(weight.dtype)
 
 
 def _base_weights(plan: Plan, *, merge_adapter: bool) -> Path | None:

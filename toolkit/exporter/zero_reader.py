@@ -25,6 +25,7 @@ from torch import Tensor
 
 from toolkit.checkpoint.nvme_state import SWAPPED, master_weights, read_sub_groups
 from toolkit.checkpoint.pickles import read_pickle
+from toolkit.distributed.deepspeed_private import WEIGHTS_ALONE
 from toolkit.errors import CheckpointError, Problem
 from toolkit.exporter.engine_files import check_model_ranks, model_files, optimizer_files
 from toolkit.topology.grid import Coordinate, Grid
@@ -191,7 +192,7 @@ class ZeroCheckpoint:
 
     def _check_complete(self) -> None:
         if not self._optimizer_names:
-            if self._states[0].get("param_shapes") is not None:
+            if self._states[0].get("param_shapes") is not None and not self._states[0].get(WEIGHTS_ALONE):
                 raise CheckpointError(_incomplete(self.folder, "its *_optim_states.pt files", 0))
             return
         expected = int(self._states[0]["dp_world_size"])

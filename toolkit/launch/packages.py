@@ -103,7 +103,23 @@ def package_problems(plan: Plan) -> Iterator[Problem]:
         elif Version(found) < Version(package.least):
             yield package.problem(f"{found} is installed, and {package.least} or newer is needed")
     yield from tracker_problems(plan.job.train.report_to)
+    yield from token_problems("train.push_to_hub", plan.job.train.push_to_hub)
     yield from software_problems(plan)
+
+
+def token_problems(key: str, repo: str | None) -> Iterator[Problem]:
+    """Yield HUB_TOKEN if an export is to be pushed to the hub and there is no token."""
+    if repo is None:
+        return
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        yield Problem(
+            code="HUB_TOKEN",
+            key=key,
+            message=f"push_to_hub={repo}: there is no token: HF_TOKEN is not set, and `hf auth login` has stored none",
+            fix="Set HF_TOKEN to a token with write access",
+        )
 
 
 def tracker_problems(report_to: Iterable[str]) -> Iterator[Problem]:

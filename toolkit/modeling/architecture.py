@@ -46,6 +46,9 @@ def model_config(plan: Plan) -> PreTrainedConfig:
             source="transformers configuration_utils.py",
         ) from error
     config._attn_implementation = plan.settings.attention
+    _scale_rope(config, plan)
+    if plan.job.model.resizes:
+        config.get_text_config(decoder=True).vocab_size = plan.model.vocab_size
     if (weight := plan.job.train.router_aux_loss_coef) is not None:
         for part in (config, config.get_text_config(decoder=True)):
             if hasattr(part, "router_aux_loss_coef"):
@@ -67,6 +70,30 @@ def _read_config(plan: Plan) -> PreTrainedConfig:
         return AutoConfig.for_model(model_type, **raw)
     except ValueError as error:
         raise SpecError(no_class(model_type)) from error
+
+
+def _scale_rope(config: PreTrainedConfig, plan: Plan) -> None:
+    """Set the rotary embeddings that the job asks for; those of a folder are read as they lie there.
+
+    Raises:
+        SpecError: MODEL_ROPE, if the configuration class has others in each kind of layer.
+    """
+    scaling = plan.job.model.rope_scaling
+    if scaling is None:
+        return
+    wanted = plan.model.config["rope_parameters"]
+    own = getattr(config, "rope_parameters", None)
+    if not isinstance(own, dict) or own.get("rope_type") not in ("default", scaling.type):
+        raise SpecError.of(
+            code="MODEL_ROPE",
+            key="model.rope_scaling",
+            message=f"rope_scaling={scaling.type}: {type(config).__name__} has rope_parameters={own}, which cannot be scaled as one",
+            fix="Remove it, or set rope_parameters in the model's config.json",
+        )
+    config.rope_parameters = own | wanted
+    config.max_position_embeddings = plan.model.config["max_position_embeddings"]
+    if getattr(config, "head_dim", 0) is None:  # Mixtral's: the functions of transformers would multiply by it
+        config.head_dim = plan.model.head_dim
 
 
 def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:

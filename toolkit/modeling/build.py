@@ -76,6 +76,7 @@ class BuildOptions:
         z_loss: Weight of the squared logarithm of the softmax's denominator.
         compute_loss: Name of the user's loss function.
         neftune: Scale of the noise on the embeddings in training.
+        grows: Whether the embeddings have more rows than the pretrained ones.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -96,6 +97,7 @@ class BuildOptions:
     z_loss: float = 0.0
     compute_loss: str | None = None
     neftune: float = 0.0
+    grows: bool = False
 
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> Self:
@@ -120,6 +122,7 @@ class BuildOptions:
             "z_loss": train.z_loss,
             "compute_loss": train.compute_loss,
             "neftune": train.neftune_noise_alpha,
+            "grows": plan.job.model.resizes,
         }
         return cls(**values | others)
 
@@ -187,7 +190,7 @@ def build_model(
     if weights is None:
         initialize_weights(model, seed=options.seed, dense=dense)
     else:
-        load_pretrained(model, weights, group=dp_group, dense=dense, progress=on_progress)
+        load_pretrained(model, weights, group=dp_group, dense=dense, grows=options.grows, progress=on_progress)
     adapted = finish_model(add_adapters(model, options), options)
     if options.lora is not None and options.lora.adapter is not None:
         load_adapter(adapted, options.lora, options.lora.adapter, tp_group=None if world is None else world.tp_group)
@@ -216,11 +219,18 @@ def _build_sharded(
 ) -> nn.Module:
     """Build a model whose weights FSDP2 shards over all ranks."""
     # Imports torch's FSDP, which no other build needs.
-    from toolkit.modeling.fsdp2 import allocate_shards, fill, mesh_of, places_of, shard_over_ranks
+    from toolkit.modeling.fsdp2 import (
+        allocate_shards,
+        fill,
+        mesh_of,
+        move_shards_to_host,
+        places_of,
+        shard_over_ranks,
+    )
 
     dense, model = _twins(config, options)
     if options.quantized:
-        hold_in_nf4(model, dtype=options.dtype)
+        hold_in_nf4(model, dtype=options.dtype, storage=options.dtype)
     places, ties = places_of(model), tied_keys(model)
     adapted = finish_model(add_adapters(model, options), options)
     shard_over_ranks(
@@ -239,12 +249,15 @@ def _build_sharded(
         places=places,
         weights=weights,
         seed=options.seed,
+        grows=options.grows,
         deviates=options.lora is not None and options.lora.init_lora_weights == "gaussian",
         group=world.dp_group,
         progress=on_progress,
     )
     if options.lora is not None and options.lora.adapter is not None:
         load_adapter(adapted, options.lora, options.lora.adapter)
+    if sharding.cpu_offload:
+        move_shards_to_host(adapted)
     return adapted  # type: ignore[no-any-return]
 
 

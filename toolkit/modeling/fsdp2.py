@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from toolkit.config.job import Fsdp2
@@ -69,17 +69,23 @@ def shard_over_ranks(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    ways: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if options.cpu_offload
+        else OffloadPolicy(),
+    }
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     reshards = options.reshard_after_forward
     for layer in decoder_layers(base):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+        fully_shard(layer, **ways, reshard_after_forward=reshards)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if not tied:
-        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+        fully_shard(embedding, **ways, reshard_after_forward=reshards)
     tail = [module for module in (_final_norm(base), embedding if tied else None, head) if module is not None]
-    fully_shard(tail, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(tail, **ways, reshard_after_forward=False)
+    fully_shard(model, **ways)
 
 
 def _final_norm(model: Any) -> nn.Module | None:
@@ -98,6 +104,14 @@ def allocate_shards(model: nn.Module, *, device: torch.device, ties: Mapping[str
             module._parameters[name] = owner._parameters[attribute]
 
 
+def move_shards_to_host(model: nn.Module) -> None:
+    """Move this rank's parts of the weights to RAM; buffers stay, as what runs on the card reads them there."""
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    model.to("cpu")
+    for module, held in buffers:
+        module._buffers.update(held)
+
+
 def fill(
     model: Any,
     base: PreTrainedModel,
@@ -106,6 +120,7 @@ def fill(
     places: Places,
     weights: Path | None,
     seed: int,
+    grows: bool,
     deviates: bool,
     group: dist.ProcessGroup,
     progress: Callable[[int, int], None] | None,
@@ -119,6 +134,7 @@ def fill(
         places: Where each key of the twin is in `base`.
         weights: Folder of safetensors; None to draw the weights from `seed`.
         seed: Seed of the weights that are drawn.
+        grows: As of `load_pretrained`.
         deviates: As of `draw_adapters`.
         group: The data-parallel ranks.
         progress: As of `load_pretrained`.
@@ -129,7 +145,7 @@ def fill(
     if weights is None:
         initialize_weights(base, seed=seed, dense=dense, part=part)
     else:
-        load_pretrained(base, weights, group=group, dense=dense, part=part, progress=progress)
+        load_pretrained(base, weights, group=group, dense=dense, part=part, grows=grows, progress=progress)
     if model is not base:
         _fill_adapters(model, seed=seed, deviates=deviates)
 

@@ -42,12 +42,14 @@ def packed_linears(model: Any) -> dict[str, nn.Linear]:
     }
 
 
-def hold_in_nf4(model: Any, *, dtype: torch.dtype) -> None:
+def hold_in_nf4(model: Any, *, dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> None:
     """Replace the layers to pack by bitsandbytes' own, in place; those that have values are packed at once.
 
     Args:
         model: A `PreTrainedModel`. On the meta device its layers get weights of the packed size, which `pack` fills.
         dtype: Data type of the products.
+        storage: Data type of the tensors whose bytes are the packed weights. FSDP2 gathers floating-point weights alone before
+            torch 2.13, and keeps their bytes if it gathers in the same data type.
     Raises:
         PlanError: QLORA_PACKAGE; QLORA_LAYERS if the model has no linear layers.
     """
@@ -65,13 +67,15 @@ def hold_in_nf4(model: Any, *, dtype: torch.dtype) -> None:
         if isinstance(linear, bitsandbytes.nn.Linear4bit):  # loaded so
             continue
         with torch.device("meta"):
-            packed = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, **NF4)
+            packed = bitsandbytes.nn.Linear4bit(
+                linear.in_features, linear.out_features, bias=False, quant_storage=storage, **NF4
+            )
         whole, packed.bias = linear.weight, linear.bias
         packed.compute_dtype, packed.compute_type_is_set = dtype, True
         # In evaluation on a CPU it would repack its weight for another kernel, and not for training again.
         packed.support_avx512bf16_for_cpu = False
-        size = -(-whole.numel() // 2), 1
-        packed.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device="meta"), requires_grad=False)
+        size = -(-whole.numel() // (2 * storage.itemsize)), 1
+        packed.weight = nn.Parameter(torch.empty(size, dtype=storage, device="meta"), requires_grad=False)
         packed.register_state_dict_post_hook(_drop_scales)
         if not whole.is_meta:
             pack(packed, whole.detach().to(dtype))
@@ -92,7 +96,7 @@ def pack(layer: Any, whole: Tensor) -> None:
     from bitsandbytes.functional import quantize_4bit
     from bitsandbytes.nn import Params4bit
 
-    values, state = quantize_4bit(whole.contiguous(), blocksize=64, **NF4)
+    values, state = quantize_4bit(whole.contiguous(), blocksize=64, quant_storage=layer.quant_storage, **NF4)
     layer.quant_state = state
     if is_dtensor(layer.weight):
         copy_whole(layer.weight, values)

@@ -14,6 +14,7 @@ from torch import Tensor
 from toolkit.errors import CheckpointError, Problem
 from toolkit.io import read_json_object
 
+_MEAN_ROWS = 4096  # rows of an embedding that are summed at once
 _SHOWN = 8  # number of keys that a message names before it counts the rest
 DTYPES = {  # safetensors' names, README "Format"
     "F64": torch.float64,
@@ -45,6 +46,7 @@ class SafetensorsFolder:
         self.folder = folder
         self._file_of: dict[str, Any] = {}
         self.metas: dict[str, Tensor] = {}
+        self._grown: dict[str, int] = {}
         index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         expected: dict[str, str] = {}
         if index.is_file():
@@ -59,10 +61,42 @@ class SafetensorsFolder:
 
     def read(self, key: str) -> Tensor:
         """Return one tensor, memory-mapped from its file; its pages are read on access."""
-        return self._file_of[key].get_tensor(key)  # type: ignore[no-any-return]
+        tensor: Tensor = self._file_of[key].get_tensor(key)
+        if key not in self._grown:
+            return tensor
+        return torch.cat([tensor, self._new_rows(key, self.metas[key].shape[0] - self._grown[key])])
+
+    def grow(self, key: str, num_rows: int) -> None:
+        """Give a tensor more rows than its file has: each is the mean of those there.
+
+        Source:
+            transformers modeling_utils.py _init_added_embeddings_weights_with_mean, whose noise around it is 1e-9 of the covariance.
+        """
+        old = self.metas[key]
+        self._grown[key] = old.shape[0]
+        self.metas[key] = torch.empty((num_rows, *old.shape[1:]), dtype=old.dtype, device="meta")
+
+    def _new_rows(self, key: str, count: int) -> Tensor:
+        view = self._file_of[key].get_slice(key)
+        rows = self._grown[key]
+        total = torch.zeros(self.metas[key].shape[1:], dtype=torch.float64)
+        for start in range(0, rows if count else 0, _MEAN_ROWS):
+            total += view[start : start + _MEAN_ROWS].float().sum(0)
+        return (total / rows).to(self.metas[key].dtype).expand(count, *total.shape)
 
     def read_ranges(self, key: str, *, dim: int, ranges: Sequence[range]) -> Tensor:
         """Read some ranges of one tensor along a dim, concatenated in their order, and no other bytes of it."""
+        if key in self._grown:
+            if dim:
+                whole = self.read(key)
+                return torch.cat([whole.narrow(dim, each.start, len(each)) for each in ranges], dim)
+            rows = self._grown[key]
+            within = [range(min(each.start, rows), min(each.stop, rows)) for each in ranges]
+            beyond = sum(map(len, ranges)) - sum(map(len, within))
+            return torch.cat([self._old_ranges(key, dim=0, ranges=within), self._new_rows(key, beyond)])
+        return self._old_ranges(key, dim=dim, ranges=ranges)
+
+    def _old_ranges(self, key: str, *, dim: int, ranges: Sequence[range]) -> Tensor:
         view = self._file_of[key].get_slice(key)
         before = (slice(None),) * dim
         pieces = [view[(*before, slice(each.start, each.stop))] for each in ranges if len(each)]

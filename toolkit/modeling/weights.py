@@ -71,6 +71,7 @@ def load_pretrained(
     group: dist.ProcessGroup | None = None,
     dense: PreTrainedModel | None = None,
     part: LocalShard | None = None,
+    grows: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
     """Fill a model from a folder that `save_pretrained` wrote, and initialise its buffers.
@@ -86,6 +87,7 @@ def load_pretrained(
         dense: Whole model on the meta device, with its tied weights; required for a model that was sharded by
             `apply_tensor_parallel` or split by `split_model`.
         part: What this rank has of `dense`; found in the model by default.
+        grows: Whether the model's embeddings may have more rows than those of the folder, the mean of which fills the others.
         progress: Called on each rank with the number of loaded tensors and their total.
     Collectives:
         A broadcast of each tensor over `group` (ZeRO 0 to 2, and FSDP2), or an all-gather and a broadcast over the ZeRO group. For a
@@ -102,7 +104,7 @@ def load_pretrained(
     if is_part and group is None:
         raise ValueError("a model that is sharded or split needs group=, the ranks with the same part")
     initialize_buffers(model)
-    reader = _Reader(dense or model, Path(folder), part) if is_source(group) else None
+    reader = _Reader(dense or model, Path(folder), part, grows) if is_source(group) else None
     together = partial(agree, group=group, tp_group=part.tp_group, device=next(model.parameters()).device)
     names: tuple[tuple[str, ...], ...]
     report: LoadReport
@@ -162,6 +164,26 @@ def plan_loading(
     return Schedule(batches=_batch(planned, metas), problems=tuple(problems), report=report)
 
 
+def grow_embeddings(files: SafetensorsFolder, model: PreTrainedModel, targets: Mapping[str, Tensor]) -> None:
+    """Give embeddings and head of a folder's tensors the rows of the model's, where it has more.
+
+    Args:
+        files: Tensors of the folder.
+        model: The model, or its twin on the meta device.
+        targets: As of `full_shapes`.
+    """
+    state = model.state_dict(keep_vars=True)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    parts = {id(weight) for module in ends if module is not None for weight in module.parameters(recurse=False)}
+    groups, _ = group_checkpoint_keys(model, files.metas, targets)
+    for group in groups:
+        if group.converter is not None or group.name not in state or id(state[group.name]) not in parts:
+            continue
+        rows, (key, *_) = targets[group.name].shape[0], group.keys
+        if files.metas[key].dim() == targets[group.name].dim() and files.metas[key].shape[0] < rows:
+            files.grow(key, rows)
+
+
 def full_shapes(model: nn.Module) -> dict[str, Tensor]:
     """Return meta tensors by key of everything in a checkpoint of the model, with full shapes even under ZeRO-3."""
     return {
@@ -178,6 +200,7 @@ class _Reader:
     model: PreTrainedModel
     path: Path
     part: LocalShard
+    grows: bool
     files: SafetensorsFolder = field(init=False)
     schedule: Schedule = field(init=False)
     targets: dict[str, Tensor] = field(init=False)
@@ -185,6 +208,8 @@ class _Reader:
     def plan(self) -> tuple[tuple[tuple[str, ...], ...], LoadReport]:
         self.files = SafetensorsFolder(self.path)
         self.targets = full_shapes(self.model)
+        if self.grows:
+            grow_embeddings(self.files, self.model, self.targets)
         self.schedule = plan_loading(
             self.model, self.files.metas, held=lambda key: self.part.local_key(key) is not None
         )

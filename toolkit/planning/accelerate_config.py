@@ -65,8 +65,9 @@ def accelerate_config(
 
 def fsdp2_keys(draft: UncheckedPlan, *, prefix: str = "") -> dict[str, Any]:
     """Return FSDP2's keys for Accelerate or, without a prefix, for Trainer."""
-    reshards = draft.job.parallel.fsdp2_options.reshard_after_forward
-    return {f"{prefix}{key}": value for key, value in (FSDP2 | {"reshard_after_forward": reshards}).items()}
+    options = draft.job.parallel.fsdp2_options
+    own = {"reshard_after_forward": options.reshard_after_forward, "offload_params": options.cpu_offload}
+    return {f"{prefix}{key}": value for key, value in (FSDP2 | own).items()}
 
 
 def _strategy(draft: UncheckedPlan, deepspeed_config_file: str) -> dict[str, Any]:

@@ -15,14 +15,20 @@ GRADIENT_BYTES = 4  # in fp32, where the state is offloaded
 
 # Bytes per parameter in addition to it: Adam's two moments, Lion's one and the momentum of SGD in fp32 (arXiv 1910.02054,
 # section 3.1; 2302.06675). 8-bit AdamW keeps two bytes, and for each of them a 4-byte scale per 256 elements (bitsandbytes
-# optim/optimizer.py Optimizer2State.init_state).
+# optim/optimizer.py Optimizer2State.init_state). At most: Adafactor's rows and columns, here of a matrix of 16 rows, and Muon's,
+# where embedding and head have the two moments of Adam and the other matrices one.
 MOMENT_BYTES: dict[Optimizer, float] = {
     "adamw": 8,
     "adamw_torch": 8,
     "adamw_8bit": 2 + 2 * 4 / 256,
+    "adafactor": 0.25,
+    "muon": 8,
     "lion": 4,
     "sgd": 4,
 }
+
+# Optimizers whose states have a type of their own, whatever that of the weights.
+OF_OWN_TYPE = ("adamw_8bit", "adafactor", "lion")
 
 # Master copy and moments, rounded up.
 STATE_BYTES: dict[Optimizer, int] = {name: MASTER_BYTES + math.ceil(size) for name, size in MOMENT_BYTES.items()}
@@ -72,15 +78,20 @@ def step_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
 
 
 def offloaded_bytes(draft: UncheckedPlan) -> float | None:
-    """Return the bytes that a CPU profile puts into one node's RAM, before rounding and without the processes' own.
+    """Return the bytes that a CPU profile, or FSDP2, puts into one node's RAM, before rounding and without the processes' own.
 
-    None without such a profile, and for a model of unknown size.
+    None where nothing is moved, and for a model of unknown size.
 
     Source:
         deepspeed runtime/zero/stage_1_and_2.py, stage3.py: buffers that stage gradients and parameters in 16 bit, and one more
         with accumulation or offloaded parameters. The ranks share each.
     """
     trainable = trainable_parameters(draft.job, draft.model)
+    options = draft.job.parallel.fsdp2_options
+    if options.cpu_offload and trainable is not None:
+        frozen = max(0, (draft.model.num_parameters or trainable) - trainable) * draft.settings.itemsize
+        shards = frozen + (MASTER_BYTES + GRADIENT_BYTES + moment_bytes(draft.job.train)) * trainable
+        return shards * options.dp_replicate_size / draft.job.cluster.nodes
     if draft.profile.optimizer != "cpu" or trainable is None:
         return None
     buffers = 1 + (draft.settings.batch.accumulation > 1 or draft.profile.parameters is not None)
@@ -113,6 +124,12 @@ def leaves_frozen_out(draft: UncheckedPlan) -> bool:
     return method == "qlora" or (method == "lora" and draft.settings.init == "pretrained")
 
 
+def _kept_by_hook(job: Job) -> int:
+    """Return how often all ranks together keep the gradients that a communication hook of DDP has not sent."""
+    of_hook = {"power_sgd": job.cluster.num_ranks, "top_k": job.cluster.nodes}
+    return of_hook.get(job.parallel.ddp_options.comm_hook, 0)
+
+
 def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
     """Return the size of one checkpoint over all ranks, bytes, where ranks have different numbers of parameters.
 
@@ -124,18 +141,21 @@ def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
     Source:
         deepspeed runtime/engine.py _save_checkpoint, _save_zero_checkpoint: up to stage 2 the model's weights in training
         precision and the optimizer's partitions; under stage 3 the latter alone, since the weights are placeholders, and
-        frozen partitions whole. Each tensor rank and each stage writes its own files, replicated parameters included.
+        frozen partitions whole. Weights alone have neither moments nor, below stage 3, master weights. Each tensor rank and each stage writes its own files, replicated parameters included.
     """
     settings, train = draft.settings, draft.job.train
     itemsize = settings.itemsize
     frozen = 0 if leaves_frozen_out(draft) else total - trainable
-    states = moment_bytes(train)
+    only_model = train.save_only_model
+    states = 0 if only_model else moment_bytes(train)
     strategy = draft.job.parallel.strategy
     if strategy == "ddp":  # moments in the weights' precision, except those of bitsandbytes
-        scale = 1.0 if train.optimizer in ("adamw_8bit", "lion") else itemsize / 4
-        return int(itemsize * (frozen + trainable) + states * scale * trainable)
+        scale = 1.0 if train.optimizer in OF_OWN_TYPE else itemsize / 4
+        kept = 0 if only_model else itemsize * _kept_by_hook(draft.job)
+        return int(itemsize * (frozen + trainable) + (states * scale + kept) * trainable)
     if strategy == "fsdp2":  # fp32 shards, which are the master copy
         return int(itemsize * frozen + (MASTER_BYTES + states) * trainable)
-    master = 0 if draft.optimizer_wrapper == "none" else MASTER_BYTES
+    has_master = draft.optimizer_wrapper != "none" and (settings.zero_stage == 3 or not only_model)
+    master = MASTER_BYTES if has_master else 0
     weights = 0 if settings.zero_stage == 3 else trainable
     return int(itemsize * (frozen + weights) + (master + states) * trainable)

@@ -34,6 +34,7 @@ _OPTIMIZERS = {
     "adamw": "adamw_torch",
     "adamw_torch": "adamw_torch",
     "adamw_8bit": "adamw_bnb_8bit",
+    "adafactor": "adafactor",
     "lion": "lion_32bit",
     "sgd": "sgd",
 }
@@ -73,6 +74,7 @@ def training_arguments(draft: UncheckedPlan) -> dict[str, Any]:
         "save_strategy": "steps",
         "save_steps": settings.save_steps,
         "save_total_limit": settings.save_total_limit,
+        "save_only_model": train.save_only_model,
         "eval_strategy": "no" if settings.eval_steps is None else "steps",
         "eval_steps": settings.eval_steps,
         "eval_on_start": train.eval_on_start,
@@ -88,6 +90,12 @@ def training_arguments(draft: UncheckedPlan) -> dict[str, Any]:
     }
     if draft.job.data is not None and draft.job.data.group_by_length:
         arguments["train_sampling_strategy"] = "group_by_length"
+    if train.push_to_hub is not None:
+        arguments |= {
+            "push_to_hub": True,
+            "hub_model_id": train.push_to_hub,
+            "hub_private_repo": train.hub_private_repo,
+        }
     return arguments | _strategy_arguments(draft)
 
 
@@ -108,7 +116,8 @@ def _strategy_arguments(draft: UncheckedPlan) -> dict[str, Any]:
             **({"ddp_static_graph": True} if options.static_graph else {}),
         }
     keys = fsdp2_keys(draft)
-    del keys["offload_params"]  # `cpu_offload` here, and off when left out
+    if keys.pop("offload_params"):
+        keys["cpu_offload"] = True  # off when left out
     return chosen | {"fsdp": True, "fsdp_config": keys}
 
 

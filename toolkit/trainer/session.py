@@ -16,8 +16,8 @@ from toolkit.checkpoint.discovery import remove_leftovers, rotate
 from toolkit.checkpoint.fingerprint import Sources
 from toolkit.checkpoint.layout import checkpoint_name
 from toolkit.checkpoint.save import save
-from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import PreparedData
+from toolkit.data.streaming import StreamLoader
 from toolkit.engine.forward_backward import MicroBatch
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
@@ -116,8 +116,8 @@ class Session:
         started_at = logged_at = run.step_count
         try:
             with asking(run.request_stop), self.profiler:
-                if self.plan.job.train.eval_on_start and run.step_count == 0 and self.data.eval is not None:
-                    self._evaluate(self.data.eval)
+                if self.plan.job.train.eval_on_start and run.step_count == 0 and self.data.validation:
+                    self._evaluate()
                 for batch in self.profiler.fetched(self.batches):
                     loss = run.step(batch)
                     self.profiler.step()
@@ -170,7 +170,7 @@ class Session:
         numbers = self.meter.read(run.take_num_tokens(), num_steps)
         record = {
             "step": run.step_count,
-            "epoch": run.step_count * self.plan.settings.batch.train / len(self.data.train),
+            "epoch": self._epoch(),
             "loss": self.last_loss,
             "grad_norm": run.gradient_norm,
             "learning_rate": run.last_learning_rate,
@@ -179,6 +179,12 @@ class Session:
         self._write(record)
         self.reporter.update(record)
         self._check(loss)
+
+    def _epoch(self) -> float:
+        """Return the passes over the data; of a stream, whose length is not known, those that are complete on this rank."""
+        if isinstance(self.batches, StreamLoader):
+            return self.batches.epoch
+        return self.run.step_count * self.plan.settings.batch.train / len(self.batches.dataset)
 
     def _write(self, record: dict[str, Any]) -> None:
         """Write a record, on rank 0."""
@@ -205,10 +211,10 @@ class Session:
             last: Whether this is the run's last step.
             ends: Whether the session ends after it, with a checkpoint.
         """
-        every, held, step = self.plan.settings.eval_steps, self.data.eval, self.run.step_count
-        if every is None or held is None or (step % steps_between(every, self.num_steps) and not last):
+        every, step = self.plan.settings.eval_steps, self.run.step_count
+        if every is None or not self.data.validation or (step % steps_between(every, self.num_steps) and not last):
             return
-        if not self._evaluate(held) or not self.best.is_watched:
+        if not self._evaluate() or not self.best.is_watched:
             return
         metrics = [self.run.metrics]
         dist.broadcast_object_list(metrics, src=0)  # replicas may differ in the last bit, and must decide alike
@@ -216,16 +222,22 @@ class Session:
         if step % self.save_every == 0 or ends or self.best.stopped:
             self.best.saved(metrics[0], step)
 
-    def _evaluate(self, held: PackedDataset) -> bool:
-        """Evaluate and write the metrics; return False if the run was asked to stop before the end."""
+    def _evaluate(self) -> bool:
+        """Evaluate each validation set and write the metrics; return False if the run was asked to stop before the end."""
         began = time.perf_counter()
-        loss = self.run.evaluate(self._until_asked(self.run.eval_loader(held)))
-        if self.run.should_stop:
-            return False  # the mean would be of a part of the batches
+        metrics: dict[str, float] = {}
+        for name, held in self.data.validation.items():
+            self.run.evaluate(self._until_asked(self.run.eval_loader(held)), name=name)
+            if self.run.should_stop:
+                return False  # the mean would be of a part of the batches
+            metrics |= self.run.metrics
+        self.run.metrics = metrics
         seconds = time.perf_counter() - began
-        self._write({"step": self.run.step_count, **self.run.metrics, "eval_seconds": seconds})
-        others = "".join(f", {name} {value:.4f}" for name, value in self.run.metrics.items() if name != "eval_loss")
-        self.reporter.say(f"step {self.run.step_count}: validation loss {loss:.4f}{others} ({format_seconds(seconds)})")
+        self._write({"step": self.run.step_count, **metrics, "eval_seconds": seconds})
+        told = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()).replace(
+            "eval_loss", "validation loss", 1
+        )
+        self.reporter.say(f"step {self.run.step_count}: {told} ({format_seconds(seconds)})")
         self._sample()
         self.meter.skip()
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.data.prepare import PreparedData
+from toolkit.data.streaming import StreamedRows
 from toolkit.distributed.deepspeed_private import count_parameters
 from toolkit.engine.run import Run
 from toolkit.modeling.fp8 import fp8_layers
@@ -12,6 +13,8 @@ from toolkit.units import format_bytes, format_count, format_seconds
 
 def describe_data(data: PreparedData) -> str:
     """Return one line on the packed documents, and further lines on what of them is never read."""
+    if isinstance(data.train, StreamedRows):
+        return _describe_stream(data, data.train)
     report = data.train.report
     parts = [
         f"data: {report.documents:,} documents, {report.sequences:,} sequences, {report.tokens:,} tokens, "
@@ -24,9 +27,19 @@ def describe_data(data: PreparedData) -> str:
         parts.append(f"{left_out:,} documents and {report.dropped_sequences:,} sequences dropped")
     if report.padding_fraction:
         parts.append(f"{report.padding_fraction:.0%} padding")
-    if data.eval is not None:
-        parts.append(f"{len(data.eval):,} sequences to validate on")
+    parts += [
+        f"{len(held):,} sequences to validate on{f' as {name}' if name else ''}"
+        for name, held in data.validation.items()
+    ]
     return "\n".join(("; ".join(parts), *(f"warning: {warning}" for warning in data.warnings)))
+
+
+def _describe_stream(data: PreparedData, rows: StreamedRows) -> str:
+    names = ", ".join(source.facts.name for source in rows.sources)
+    said = f"data: streamed from {names}, {data.format}, shuffled among {rows.shuffle_buffer:,} documents of each rank"
+    if data.eval is not None:
+        said += f"; {len(data.eval):,} sequences to validate on"
+    return "\n".join((said, *(f"warning: {warning}" for warning in data.warnings)))
 
 
 def describe_model(run: Run, *, seconds: float) -> str:

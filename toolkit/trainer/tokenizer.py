@@ -36,4 +36,14 @@ def load_tokenizer(plan: Plan) -> Any:
             message=f"the tokenizer of {source} cannot be used: {fault}",
             fix="Correct chat_template in its tokenizer_config.json, or set model.tokenizer to another",
         )
+    for added, special in ((model.added_tokens, False), (model.added_special_tokens, True)):
+        tokenizer.add_tokens(list(added), special_tokens=special)
+    if model.resizes and len(tokenizer) > plan.model.vocab_size:
+        raise SpecError.of(
+            code="TOKENIZER_INVALID",
+            key="model.added_tokens",
+            message=f"with the added tokens the tokenizer of {source} has {len(tokenizer)} tokens, and the model "
+            f"vocab_size={plan.model.vocab_size} embeddings",
+            fix=f"Set model.pad_vocab_to_multiple_of to {len(tokenizer)}",
+        )
     return tokenizer

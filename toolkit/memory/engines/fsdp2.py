@@ -56,10 +56,21 @@ class Fsdp2(EngineReplay):
     def initialize(self) -> None:
         """Allocate shards, fp32 where trained; then each whole parameter in turn (fsdp2_load_full_state_dict)."""
         frozen = [parameter for parameter in self.trace.parameters if not parameter.trainable]
-        self.account.allocate("master parameters", MASTER_ITEMSIZE * self._shard(self.trainable))
-        self.account.allocate("frozen parameters", sum(p.itemsize * self._shard([p]) for p in frozen))
+        shards = {
+            "master parameters": MASTER_ITEMSIZE * self._shard(self.trainable),
+            "frozen parameters": sum(p.itemsize * self._shard([p]) for p in frozen),
+        }
+        for cause, size in shards.items():
+            self.account.allocate(cause, size)
         whole = (p.numel * (MASTER_ITEMSIZE if p.trainable else p.itemsize) for p in self.trace.parameters)
         self.account.transient("parameters being sharded", max(whole, default=0))
+        if self.settings.cpu_offload:  # they move once they are filled
+            for cause, size in shards.items():
+                self.account.free(cause, size)
+
+    def shard_bytes(self, parameters: list[Parameter]) -> int:
+        """Return the bytes of this rank's part of weights: fp32 where they are trained."""
+        return sum((MASTER_ITEMSIZE if p.trainable else p.itemsize) * self._shard([p]) for p in parameters)
 
     def begin_forward(self) -> None:
         """Start a forward pass with nothing gathered."""
@@ -99,6 +110,8 @@ class Fsdp2(EngineReplay):
         """Gather a group; in a forward pass the all-gather's output lives until the next one is copied out (AllGatherState)."""
         if group in self._gathered:
             return
+        if self.settings.cpu_offload:  # copied to the card before they are gathered (_fsdp_param.py all_gather_inputs)
+            self.account.transient("shards on their way", self.shard_bytes(self._groups[group]))
         self._prefetch(group)
         if self.settings.shard_size > 1:
             self._drop_gather()
@@ -148,7 +161,10 @@ class Fsdp2(EngineReplay):
         shard = self._shard(trainable)
         if settings.reduction_itemsize < MASTER_ITEMSIZE:
             account.transient("gradient partition being cast", settings.reduction_itemsize * shard)
-        account.allocate("gradient partition", MASTER_ITEMSIZE * shard)
+        if settings.cpu_offload:
+            account.transient("gradient partition", MASTER_ITEMSIZE * shard)
+        else:
+            account.allocate("gradient partition", MASTER_ITEMSIZE * shard)
         names = {parameter.name for parameter in trainable}
         self._unreduced -= names
         self._arrived -= names
@@ -168,10 +184,10 @@ class Fsdp2(EngineReplay):
         self._held_gather = self._held_reduce = 0
 
     def step(self) -> None:
-        """Run AdamW on fp32 shards."""
+        """Run AdamW on fp32 shards, of which none are here if they are in RAM."""
         account = self.account
-        shard = self._shard(self.trainable)
-        self.run_optimizer(shard)
+        if not self.settings.cpu_offload:
+            self.run_optimizer(self._shard(self.trainable))
         account.free_all("gradient partition")
         account.free_all("gradients")
 

@@ -31,6 +31,8 @@ NUM_STEPS = 2
 # Micro-batches that differ: the first of a step, one between, the last.
 MAX_MICRO_STEPS = 3
 FP32_ITEMSIZE = 4
+# Names of embeddings and output projections in transformers.
+EMBEDDINGS_AND_HEADS = ("embed_tokens", "embed_in", "embed_positions", "wte", "wpe", "lm_head", "embed_out")
 # get_norm_dtype() is float64 on CUDA (deepspeed runtime/utils.py).
 NORM_ITEMSIZE = 8
 
@@ -297,11 +299,41 @@ class EngineReplay(ABC):
     def run_optimizer(self, numel: int, *, itemsize: int = 4) -> None:
         """Step `numel` elements of `itemsize` bytes; the first step makes their moments, of the same type."""
         settings = self.settings
-        of_own_type = settings.optimizer in ("adamw_8bit", "fused_lion")  # bitsandbytes': 8 bit, or fp32
-        moments = settings.state_bytes if of_own_type else settings.state_bytes * itemsize / 4
+        of_own_type = settings.optimizer in ("adamw_8bit", "adafactor", "fused_lion")  # 8 bit, or fp32
+        moments = self._state_bytes() * (1 if of_own_type else itemsize / 4)
         if not self.account.held("optimizer state"):
             self.account.allocate("optimizer state", moments * numel)
-        self.account.transient("optimizer temporaries", settings.step_bytes * itemsize / 4 * numel)
+        self.account.transient("optimizer temporaries", self._step_bytes(numel, itemsize=itemsize))
+
+    def _state_bytes(self) -> float:
+        """Return the bytes of optimizer state per element in fp32, by the shapes of the weights where these count."""
+        if self.settings.optimizer == "adafactor":
+            return 4 * sum(parameter.num_sums for parameter in self.trainable) / self.num_trainable
+        if self.settings.optimizer == "muon":
+            return 8 - 4 * sum(parameter.numel for parameter in self._orthogonalized()) / self.num_trainable
+        return self.settings.state_bytes
+
+    def _step_bytes(self, numel: int, *, itemsize: int) -> float:
+        """Return the bytes that a step of `numel` elements takes for a while.
+
+        Source:
+            transformers optimization.py Adafactor.step: weight by weight, gradient and weight in fp32, the update, and the product
+            of rows and columns. torch optim/_muon.py: weight by weight, the update, its bf16 copies and their squares.
+        """
+        optimizer = self.settings.optimizer
+        if optimizer == "adafactor":
+            return (8 if itemsize == FP32_ITEMSIZE else 16) * self.largest_numel
+        if optimizer != "muon":
+            return self.settings.step_bytes * itemsize / 4 * numel
+        hidden = self._orthogonalized()
+        apart = sum(parameter.numel for parameter in hidden)
+        of_adam = numel * (1 - apart / self.num_trainable) * itemsize
+        matrices = (parameter.numel * (itemsize + 6) + 4 * min(parameter.shape) ** 2 for parameter in hidden)
+        return max([of_adam, *matrices])
+
+    def _orthogonalized(self) -> list[Parameter]:
+        """Return the weights that Muon steps: matrices but those of embedding and head."""
+        return [p for p in self.trainable if len(p.shape) == 2 and not p.module.endswith(EMBEDDINGS_AND_HEADS)]
 
     @abstractmethod
     def initialize(self) -> None:

@@ -6,9 +6,10 @@ Source: deepspeed 0.19.8 runtime/zero/config.py, runtime/zero/offload_config.py,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from toolkit.config.job import Ddp
 from toolkit.config.job import Optimizer as JobOptimizer
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
@@ -18,20 +19,22 @@ from toolkit.planning.plan import Plan
 from toolkit.planning.settings import ITEMSIZES
 from toolkit.planning.state_bytes import MOMENT_BYTES
 
-OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "fused_lion", "sgd"]
+OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "adafactor", "muon", "fused_lion", "sgd"]
 
 # Optimizer of the job for each kind.
 _NAMES: Mapping[OptimizerKind, JobOptimizer] = {
     "fused_adam": "adamw",
     "torch_adamw": "adamw_torch",
     "adamw_8bit": "adamw_8bit",
+    "adafactor": "adafactor",
+    "muon": "muon",
     "fused_lion": "lion",
     "sgd": "sgd",
 }
 
 # Bytes per parameter of a step's temporaries: torch's foreach AdamW holds the square root of the second moments
-# (torch/optim/adamw.py _multi_tensor_adamw); DeepSpeed's fused kernels hold nothing.
-STEP_BYTES: Mapping[str, int] = {"fused_adam": 0, "torch_adamw": 4, "adamw_8bit": 0, "fused_lion": 0, "sgd": 0}
+# (torch/optim/adamw.py _multi_tensor_adamw); DeepSpeed's fused kernels hold nothing, and others what one weight takes.
+STEP_BYTES: Mapping[str, int] = {"torch_adamw": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,9 @@ class EngineSettings:
         shard_size: Ranks that share one replica under FSDP2.
         reduction_itemsize: Bytes of a gradient element that FSDP2 reduces.
         reshards: Whether FSDP2 releases a layer's weights after its forward pass.
+        cpu_offload: Whether FSDP2's shards are in RAM.
+        ddp: Options of DDP.
+        node_size: Ranks of a node.
     """
 
     zero_stage: int
@@ -89,6 +95,9 @@ class EngineSettings:
     shard_size: int = 0
     reduction_itemsize: int = 0
     reshards: bool = True
+    cpu_offload: bool = False
+    ddp: Ddp = field(default_factory=Ddp)
+    node_size: int = 1
 
     @property
     def state_bytes(self) -> float:
@@ -98,7 +107,7 @@ class EngineSettings:
     @property
     def step_bytes(self) -> int:
         """Bytes per parameter of the step's temporaries."""
-        return STEP_BYTES[self.optimizer]
+        return STEP_BYTES.get(self.optimizer, 0)
 
     @property
     def master_itemsize(self) -> int:
@@ -163,8 +172,8 @@ def engine_settings(
     settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, zero_init=zero_init)
     if plan.grid.pp > 1 and not plan.settings.reduces_once:
         settings = replace(settings, adds_up_on_host=True)
-    if plan.job.train.optimizer == "adamw_8bit":
-        settings = replace(settings, optimizer="adamw_8bit")
+    if plan.job.train.optimizer in ("adamw_8bit", "adafactor", "muon"):
+        settings = replace(settings, optimizer=plan.job.train.optimizer)
     if plan.job.parallel.strategy == "zero":
         return settings
     if settings.optimizer == "fused_adam":
@@ -175,6 +184,9 @@ def engine_settings(
         shard_size=plan.grid.dp // options.dp_replicate_size,
         reduction_itemsize=settings.itemsize if options.reduce_dtype is None else ITEMSIZES[options.reduce_dtype],
         reshards=options.reshard_after_forward,
+        cpu_offload=options.cpu_offload,
+        ddp=plan.job.parallel.ddp_options,
+        node_size=plan.job.cluster.gpus_per_node,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from toolkit.memory.engines.fsdp2 import Fsdp2
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.engines.step_program import step_program
@@ -71,6 +72,8 @@ def _host_of_rank(
         loaded.replay(memory)
     if plan.job.parallel.strategy != "zero":
         _replay_whole(memory, events, upcast=plan.job.parallel.strategy == "fsdp2")
+        if settings.cpu_offload:
+            _allocate_shards(memory, Fsdp2(events, settings, workspace_bytes=0), locked=not plan.on_cpu)
     elif settings.zero_stage == 3:
         replay_stage3(memory, Stage3(events, settings, workspace_bytes=0), settings)
     else:
@@ -85,6 +88,23 @@ def _host_of_rank(
     if plan.on_cpu:  # the ranks' tensors are host memory, too
         memory.allocate("tensors", peak_bytes)
     return memory.peak
+
+
+def _allocate_shards(memory: HostMemory, engine: Fsdp2, *, locked: bool) -> None:
+    """Allocate FSDP2's shards of weights and their gradients one by one, and the optimizer's state.
+
+    Args:
+        memory: Host memory of the process.
+        engine: Replay of the card.
+        locked: Whether the shards are page-locked (torch distributed/fsdp/_fully_shard/_fsdp_param.py reset_sharded_param).
+    """
+    allocate = memory.pin if locked else memory.allocate
+    for parameter in engine.trace.parameters:
+        size = engine.shard_bytes([parameter])
+        allocate("master parameters" if parameter.trainable else "frozen parameters", size)
+        if parameter.trainable:
+            allocate("gradient partition", size)
+    memory.allocate("optimizer state", engine.settings.state_bytes * engine.shard_bytes(engine.trainable) / 4)
 
 
 def _replay_whole(memory: HostMemory, trace: MemoryTrace, *, upcast: bool) -> None:

@@ -53,6 +53,7 @@ OF_THE_RUN = frozenset(
         "num_train_epochs",
         "save_steps",
         "save_total_limit",
+        "save_only_model",
         "logging_steps",
         "callbacks",
     }

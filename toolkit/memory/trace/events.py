@@ -40,6 +40,7 @@ class Parameter:
         trainable: Whether it has a gradient.
         module: Path of the module that owns it.
         dense_numel: Elements over all tensor ranks, without replicas and padding.
+        shape: Its dimensions.
     """
 
     name: str
@@ -48,6 +49,14 @@ class Parameter:
     trainable: bool
     module: str
     dense_numel: int
+    shape: tuple[int, ...]
+
+    @property
+    def num_sums(self) -> int:
+        """Number of its rows and columns, those of each matrix of a stack; of a vector its elements."""
+        if len(self.shape) < 2:
+            return self.numel
+        return self.numel // self.shape[-1] + self.numel // self.shape[-2]
 
     @property
     def size(self) -> int:

@@ -187,5 +187,6 @@ def _parameter(parameter: torch.Tensor, shard: Shard | None) -> Parameter:
         itemsize=parameter.element_size(),
         trainable=parameter.requires_grad,
         module="",
+        shape=tuple(parameter.shape),
         dense_numel=numel if shard is None else numel // parameter.shape[shard.dim] * shard.dense_length,
     )

@@ -128,4 +128,21 @@ def _unchosen(key: str, message: str, instead: str) -> Problem:
     return Problem(code="WEIGHTS_CHOICE", key=key, message=message, fix=f"Remove {key}, or set {instead}")
 
 
-RULES = (adapter_kinds, chosen_weights)
+def new_tokens_learn(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse added tokens whose embeddings no adapter would ever change."""
+    model, train = draft.job.model, draft.job.train
+    added = {"added_tokens": model.added_tokens, "added_special_tokens": model.added_special_tokens}
+    if train.method == "full" or train.adapters.modules_to_save:
+        return
+    for key, tokens in added.items():
+        if tokens:
+            yield Problem(
+                code="ADDED_TOKENS",
+                key=f"model.{key}",
+                message=f"{key}={list(tokens)} with method={train.method} and no modules_to_save: their embeddings would stay the mean of "
+                "the others, all alike",
+                fix="Add the embedding and the head to train.lora.modules_to_save, such as [embed_tokens, lm_head]",
+            )
+
+
+RULES = (adapter_kinds, chosen_weights, new_tokens_learn)

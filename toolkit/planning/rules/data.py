@@ -39,4 +39,35 @@ def lengths_to_group(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
-RULES = (packing_attention, sources_named_once, lengths_to_group)
+def streamed(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse what needs all of the data beside a stream of it, and a stream without an end."""
+    data = draft.job.data
+    if data is None:
+        return
+    if not data.streaming:
+        if data.shuffle_buffer is not None:
+            yield _streaming("data.shuffle_buffer", f"shuffle_buffer={data.shuffle_buffer} without data.streaming")
+        return
+    if draft.settings.max_steps is None:
+        message = "streaming=true without train.max_steps: the number of rows of an epoch is unknown"
+        yield Problem(code="STREAMING", key="data.streaming", message=message, fix="Set train.max_steps")
+    whole = {
+        "data.validation_fraction": data.validation_fraction,
+        "data.max_samples": data.max_samples,
+        "data.group_by_length": data.group_by_length or None,
+    }
+    for at, source in enumerate(data.sources or ()):
+        whole[f"data.sources[{at}].weight"] = source.weight if source.weight != 1 else None
+        whole[f"data.sources[{at}].max_rows"] = source.max_rows
+    for key, value in whole.items():
+        if value is not None:
+            said = f"{key.rpartition('.')[2]}={str(value).lower()} with streaming=true: it needs the whole data set"
+            yield _streaming(key, said)
+
+
+def _streaming(key: str, message: str) -> Problem:
+    other = "Set data.streaming to true" if key == "data.shuffle_buffer" else "Set data.streaming to false"
+    return Problem(code="STREAMING", key=key, message=message, fix=f"Remove it, or {other[0].lower()}{other[1:]}")
+
+
+RULES = (packing_attention, sources_named_once, lengths_to_group, streamed)

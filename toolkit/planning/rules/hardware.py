@@ -70,7 +70,11 @@ def sequence_within_positions(draft: UncheckedPlan) -> Iterator[Problem]:
             + ("its position table ends there" if absolute else "it was never trained on positions past it")
         ),
         fix=f"Set train.sequence_length to at most {limit}"
-        + ("" if absolute else ", or raise max_position_embeddings with rope scaling in the model's config.json"),
+        + (
+            ""
+            if absolute
+            else f", or stretch its embeddings with model.rope_scaling, by a factor of {length / limit:.3g} or more"
+        ),
     )
 
 

@@ -87,6 +87,7 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             fix=f"Set train.kernels to eager, or {OWN}",
             source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )
+    yield from _model_problems(draft, name)
     yield from _own_loop_problems(draft, consumer)
     yield from _cpu_problems(draft, consumer)
     yield from _order_problems(draft, consumer)
@@ -110,6 +111,24 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
         )
 
 
+def _model_problems(draft: UncheckedPlan, name: str) -> Iterator[Problem]:
+    """Yield changes to model and tokenizer, which a script loads itself."""
+    changed = {
+        "rope_scaling": "rope_parameters of the configuration",
+        "added_tokens": "`tokenizer.add_tokens` and `model.resize_token_embeddings`",
+        "added_special_tokens": "`tokenizer.add_tokens` and `model.resize_token_embeddings`",
+        "pad_vocab_to_multiple_of": "`model.resize_token_embeddings`",
+    }
+    for key, by_hand in changed.items():
+        if getattr(draft.job.model, key):
+            yield Problem(
+                code="INTEGRATION_MODEL",
+                key=f"model.{key}",
+                message=f"{key} is made by our builder: the emitted files of {name} have no model",
+                fix=f"Leave it out, with {by_hand} in your script, or {OWN}",
+            )
+
+
 def _own_loop_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
     """Yield keys that our training loop alone acts on."""
     train = draft.job.train
@@ -121,6 +140,26 @@ def _own_loop_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]
                 message=f"{name} is acted on by our training loop, not by {NAMES[consumer]}",
                 fix=f"Leave it out, with Trainer's own callbacks or functions in your script, or {OWN}",
             )
+    if train.save_only_model:
+        yield from _weights_alone(draft, consumer)
+
+
+def _weights_alone(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
+    """Yield why checkpoints of Trainer cannot be weights alone."""
+    strategy, best = draft.job.parallel.strategy, draft.job.train.load_best_model_at_end
+    if consumer == "trainer" and (strategy == "fsdp2" or (strategy == "zero" and best)):
+        beside = (
+            "strategy=fsdp2, whose files are shards"
+            if strategy == "fsdp2"
+            else "load_best_model_at_end under DeepSpeed"
+        )
+        yield Problem(
+            code="INTEGRATION_LOOP",
+            key="train.save_only_model",
+            message=f"save_only_model=true with {beside}: {NAMES[consumer]} refuses both together",
+            fix=f"Leave out one of them, or {OWN}",
+            source="transformers trainer.py __init__",
+        )
 
 
 def _group_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
@@ -164,9 +203,17 @@ def _option_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             fix=f"Set parallel.strategy to ddp, or {OWN}",
             source="accelerate utils/fsdp_utils.py fsdp2_load_full_state_dict",
         )
-    unread = {"fsdp2": ("dp_replicate_size", "reduce_dtype"), "ddp": ()}
-    if consumer == "accelerate":
-        unread["ddp"] = tuple(Ddp.model_fields)
+    read = ("bucket_cap_mb", "find_unused_parameters", "static_graph", "broadcast_buffers")  # by TrainingArguments
+    own = tuple(name for name in Ddp.model_fields if consumer == "accelerate" or name not in read)
+    if draft.job.train.optimizer == "muon" and consumer == "trainer":
+        yield Problem(
+            code="INTEGRATION_STRATEGY",
+            key="train.optimizer",
+            message=f"optimizer=muon: {NAMES[consumer]} has no such optimizer",
+            fix=f"Set train.optimizer to adamw, or {OWN}",
+            source="transformers training_args.py OptimizerNames",
+        )
+    unread = {"fsdp2": ("dp_replicate_size", "reduce_dtype"), "ddp": own}
     given = getattr(parallel, parallel.strategy, None)
     for name in unread.get(parallel.strategy, ()):
         value, default = (

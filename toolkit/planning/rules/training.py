@@ -11,10 +11,10 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Keys that only some optimizers read (torch.optim, deepspeed ops/adam, ops/lion).
 _OPTIMIZER_KEYS = {
-    "adam_beta1": ("adamw", "adamw_torch", "adamw_8bit", "lion"),
-    "adam_beta2": ("adamw", "adamw_torch", "adamw_8bit", "lion"),
-    "adam_epsilon": ("adamw", "adamw_torch", "adamw_8bit"),
-    "momentum": ("sgd",),
+    "adam_beta1": ("adamw", "adamw_torch", "adamw_8bit", "muon", "lion"),
+    "adam_beta2": ("adamw", "adamw_torch", "adamw_8bit", "muon", "lion"),
+    "adam_epsilon": ("adamw", "adamw_torch", "adamw_8bit", "muon"),
+    "momentum": ("sgd", "muon"),
 }
 
 
@@ -209,12 +209,20 @@ def best_model(draft: UncheckedPlan) -> Iterator[Problem]:
                 message=f"{key}={_shown(getattr(train, key))} is read by nothing without train.{wanted}",
                 fix=f"Set train.{wanted}, or remove {key}",
             )
-    if train.watches_metric and train.compute_metrics is None and train.best_metric != "eval_loss":
+    sets = () if draft.job.data is None else tuple(draft.job.data.eval_sets)
+    losses = [f"eval_{name}_loss" for name in sets] or ["eval_loss"]
+    of_a_set = not sets or train.best_metric.startswith(tuple(f"eval_{name}_" for name in sets))
+    if train.watches_metric and train.best_metric not in losses and (train.compute_metrics is None or not of_a_set):
+        has = f"an evaluation has {', '.join(losses)}" + (
+            " alone" if train.compute_metrics is None else " and others so named"
+        )
         yield Problem(
             code="BEST_METRIC",
             key="train.metric_for_best_model",
-            message=f"metric_for_best_model={train.metric_for_best_model}: without train.compute_metrics an evaluation has eval_loss alone",
-            fix="Set train.metric_for_best_model to loss, or train.compute_metrics to a function that gives it",
+            message=f"metric_for_best_model={train.best_metric.removeprefix('eval_')}: "
+            + (f"without train.compute_metrics {has}" if train.compute_metrics is None else has),
+            fix=f"Set train.metric_for_best_model to {' or '.join(loss.removeprefix('eval_') for loss in losses)}"
+            + (", or train.compute_metrics to a function that gives it" if train.compute_metrics is None else ""),
         )
     if train.load_best_model_at_end and not _saves_follow(settings.save_steps, settings.eval_steps):
         yield Problem(

@@ -110,6 +110,18 @@ def offload_activations(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
+def weights_alone(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse checkpoints of weights alone where these are in the optimizer's swap files."""
+    if draft.job.train.save_only_model and draft.profile.optimizer == "nvme":
+        yield Problem(
+            code="SAVE_ONLY_MODEL",
+            key="train.save_only_model",
+            message=f"save_only_model=true with offload={draft.profile.name}: the weights are saved as the optimizer's swap files, with its moments",
+            fix="Remove it, or set parallel.offload to a profile that keeps the optimizer in memory",
+            source="deepspeed runtime/engine.py save_checkpoint",
+        )
+
+
 def accumulation_dtype(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require that gradients accumulate in the training precision, or under ZeRO in fp32."""
     settings = draft.settings
@@ -138,12 +150,14 @@ def offload_host_memory(draft: UncheckedPlan) -> Iterator[Problem]:
     if host is None or needed is None or needed <= host * GIB:
         return
     where = "host_memory_gib" if draft.job.cluster.host_memory_gib else "the catalogue's typical host"
+    sharded = draft.job.parallel.fsdp2_options.cpu_offload
     yield Problem(
         code="OFFLOAD_HOST_MEMORY",
-        key="parallel.offload",
-        message=f"offload={draft.profile.name} puts about {format_bytes(needed)} on each node, {where} has {host:g} GiB",
-        fix="Rent more nodes or RAM and set cluster.host_memory_gib, lower parallel.offload_ratio with "
-        "optimizer-cpu-partial, or train by LoRA",
+        key="parallel.fsdp2.cpu_offload" if sharded else "parallel.offload",
+        message=f"{'cpu_offload=true' if sharded else f'offload={draft.profile.name}'} puts about {format_bytes(needed)} on each node, {where} has {host:g} GiB",
+        fix="Rent more nodes or RAM and set cluster.host_memory_gib, "
+        + ("" if sharded else "lower parallel.offload_ratio with optimizer-cpu-partial, ")
+        + "or train by LoRA",
         source="deepspeed runtime/zero/stage_1_and_2.py and stage3.py",
     )
 
@@ -168,6 +182,7 @@ RULES = (
     offload_ratio,
     offload_activations,
     offload_host_memory,
+    weights_alone,
     accumulation_dtype,
     compile_under_zero3,
 )
