@@ -93,6 +93,10 @@ TOLD: dict[str, Pair] = {
         for kind in ("bf16", "fp32")
     ),
     "train.gradient_checkpointing": ({}, {"train": {"gradient_checkpointing": True}}),
+    "train.gradient_checkpointing.keep": (
+        {"train": {"gradient_checkpointing": True}},
+        {"train": {"gradient_checkpointing": {"keep": ["linear"]}}},
+    ),
     "train.attention": ({}, {"train": {"attention": "eager"}}),
     "train.loss": ({}, {"train": {"loss": "chunked"}}),
     "train.torch_compile": ({}, {"train": {"torch_compile": True}}),
@@ -173,7 +177,7 @@ def test_what_takes_effect_is_named(key: str, tmp_path: Path) -> None:
     assert layout_problems(now, then, tmp_path) == []
     told = describe_changes(now, then)
     assert told is not None
-    assert f"{key} " in told.removeprefix("resume changes ")
+    assert f"{key.removesuffix('.keep')} " in told.removeprefix("resume changes ")
     assert told.count(" → ") == 1
     assert describe_changes(now, now) is None
 

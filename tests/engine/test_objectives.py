@@ -1,4 +1,4 @@
-"""Label smoothing and z-loss follow plain torch, whatever shares the model; noise on embeddings is that of transformers."""
+"""Label smoothing, z-loss and layers that keep results follow plain torch, whatever shares the model; noise on embeddings is that of transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from courses import SGD, Case, Course, assert_follows_plain_torch, full_weights, parameters, train_cases
+from courses import LORA, SGD, Case, Course, assert_follows_plain_torch, full_weights, parameters, train_cases
 from ranks import leave_group, run_distributed
 from tiny_plans import step_batches, tiny_plan
 from transformers.integrations.neftune import activate_neftune
@@ -17,7 +17,34 @@ from toolkit.modeling.loss import StepLoss
 
 BOTH = SGD | {"label_smoothing_factor": 0.2, "z_loss": 0.05}
 EXPERTS = {"num_local_experts": 4}
-CASES = {
+CHECKPOINTS = {"gradient_checkpointing": {"keep": ["linear", "attention"]}}
+BOTH_KEPT = SGD | CHECKPOINTS
+EVERY = SGD | {"gradient_checkpointing": {"every_n_layers": 2, "keep": ["linear"]}}
+GATHERED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+KEPT = {
+    "kept zero 3": Case(train=BOTH_KEPT, stage=3, deepspeed=GATHERED),
+    "kept zero 2": Case(train=BOTH_KEPT, stage=2),
+    "kept every second zero 3": Case(train=EVERY, stage=3, deepspeed=GATHERED),
+    "kept offload": Case(train=BOTH_KEPT, stage=3, deepspeed=GATHERED, offload="full-cpu"),
+    "kept ddp": Case(train=BOTH_KEPT, strategy="ddp"),
+    "kept fsdp2": Case(train=BOTH_KEPT, strategy="fsdp2"),
+    "kept sequence": Case(train=BOTH_KEPT, stage=1, tensor=2, data=1, sequence_parallel=True),
+    "kept attention tensor": Case(
+        train=SGD | {"gradient_checkpointing": {"keep": ["attention"]}},
+        stage=1,
+        tensor=2,
+        data=1,
+        sequence_parallel=False,
+    ),
+    "kept pipeline": Case(train=BOTH_KEPT, stage=1, pipeline=2, data=1),
+    "kept zb-h1": Case(train=BOTH_KEPT, stage=1, pipeline=2, data=1, schedule="zb-h1"),
+    "kept lora": Case(train=LORA | CHECKPOINTS, stage=3, deepspeed=GATHERED),
+    "kept qlora": Case(train=LORA | CHECKPOINTS | {"method": "qlora"}, stage=2),
+    "every second compiled": Case(
+        train=SGD | {"torch_compile": True, "gradient_checkpointing": {"every_n_layers": 2}}, stage=2
+    ),
+}
+CASES = KEPT | {
     "zero 2": Case(train=BOTH, stage=2),
     "zero 3": Case(train=BOTH, stage=3, packing="separated"),
     "ddp": Case(train=BOTH, strategy="ddp"),
@@ -30,7 +57,7 @@ CASES = {
     ),
     "smoothed alone": Case(train=SGD | {"label_smoothing_factor": 0.2}, stage=2),
 }
-DEFAULT = ("zero 2", "tensor")
+DEFAULT = ("zero 2", "tensor", "kept zero 3")
 
 
 @pytest.fixture(scope="module")

@@ -100,6 +100,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpointing": {"checkpointing": 1.0},
     "half of the layers checkpointed": {"checkpointing": 0.5},
+    "every second layer": {"checkpointing": 0.5, "checkpoint_every": 2},
+    "linear and attention kept": {"checkpointing": 1.0, "checkpoint_keep": ("linear", "attention")},
     "inputs on the host": {"checkpointing": 1.0, "offload_inputs": True},
     "LoRA": {"lora": Lora(r=4)},
     "LoRA with checkpointing": {"lora": Lora(r=4), "checkpointing": 1.0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,9 +10,16 @@ import torch
 from tiny_models import tiny_model, tokens
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from toolkit.config.job import Kept
 from toolkit.errors import PlanError
+from toolkit.memory.kernels.device import Device
+from toolkit.memory.trace.events import held
+from toolkit.memory.trace.run import trace_model
+from toolkit.memory.trace.spec import TraceSpec
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing, evenly_spaced
 
 LAYERS = 5
@@ -59,6 +67,85 @@ def test_the_asked_share_of_the_layers_runs_twice(fraction: float, recomputing: 
     assert apply_gradient_checkpointing(model, fraction=fraction, offload_inputs=offload) == len(recomputing)
     gradients(model)
     assert counts == [2 if index in recomputing else 1 for index in range(LAYERS)]
+
+
+def test_every_nth_layer_runs_twice() -> None:
+    model = model_of()
+    counts = count_forwards(model)
+    assert apply_gradient_checkpointing(model, fraction=1 / 3, every=3, offload_inputs=False) == 2
+    gradients(model)
+    assert counts == [2, 1, 1, 2, 1]
+
+
+KEPT: list[tuple[Kept, ...]] = [("linear",), ("attention",), ("linear", "attention")]
+
+
+@pytest.mark.parametrize("keep", KEPT)
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [("llama", {}), ("gpt2", {"resid_pdrop": 0.3, "embd_pdrop": 0.1}), ("llama", {"attn_implementation": "eager"})],
+)
+def test_gradients_are_the_same_whatever_is_kept(
+    architecture: str, overrides: dict[str, Any], keep: tuple[Kept, ...]
+) -> None:
+    expected = gradients(model_of(architecture, **overrides))
+    model = model_of(architecture, **overrides)
+    apply_gradient_checkpointing(model, fraction=1.0, keep=keep, offload_inputs=False)
+    found = gradients(model)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class Counts(TorchDispatchMode):
+    """Counts operators, and keeps weak references to what they made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators[func._schema.name] += 1
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def held(self) -> int:
+        """Bytes that still exist of what was made."""
+        return sum(size for reference, size in self.made.values() if not reference.expired())
+
+
+def _kept(keep: tuple[Kept, ...], *, fraction: float = 1.0) -> tuple[int, Counter[str]]:
+    """Bytes between the passes of a run on CPU, and the operators of its backward pass."""
+    model = model_of(attn_implementation="eager")
+    apply_gradient_checkpointing(model, fraction=fraction, keep=keep, offload_inputs=False)
+    with Counts() as forward:
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        held = forward.held()
+    with Counts() as backward:
+        loss.backward()
+    return held, backward.operators
+
+
+def test_what_is_kept_is_not_computed_again_and_what_the_estimate_foresees() -> None:
+    none, kept, plain = _kept(()), _kept(("linear",)), _kept((), fraction=0.0)
+    assert kept[1]["aten::mm"] == plain[1]["aten::mm"] < none[1]["aten::mm"]
+    config = model_of().config
+    batch, length = tokens().shape
+    spec: dict[str, Any] = {
+        "micro_batch": batch,
+        "sequence_length": length,
+        "dtype": torch.float32,
+        "attention": "eager",
+    }
+
+    def traced(**told: Any) -> int:
+        trace = trace_model(config, TraceSpec(device=Device(capability=9.0), checkpointing=1.0, **spec, **told))
+        return sum(held(trace.forward).values())
+
+    assert kept[0] - none[0] == traced(checkpoint_keep=("linear",)) - traced()
 
 
 def test_an_evaluation_does_not_recompute() -> None:

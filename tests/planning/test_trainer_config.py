@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from toolkit.errors import PlanError
-from toolkit.planning import trainer_config
+from toolkit.planning.rules import integrations
 
 
 def refused(code, key, **sections):
@@ -130,6 +130,8 @@ def test_zero3_saves_whole_weights():
 
 def test_what_trainer_cannot_carry():
     refused("INTEGRATION_CHECKPOINTING", "train.gradient_checkpointing", train={"gradient_checkpointing": 0.5})
+    kept = {"gradient_checkpointing": {"keep": ["linear"]}}
+    refused("INTEGRATION_CHECKPOINTING", "train.gradient_checkpointing", train=kept)
     refused("INTEGRATION_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
     refused("INTEGRATION_LOSS", "train.loss", train={"loss": "chunked"})
     refused("INTEGRATION_KERNELS", "train.kernels", train={"kernels": "liger"})
@@ -220,8 +222,14 @@ def test_no_argument_is_deprecated(on, tmp_path):
     ],
 )
 def test_checkpointing_has_the_name_that_the_installed_version_knows(installed, name, monkeypatch):
-    monkeypatch.setattr(trainer_config, "version_of", lambda package: installed)
+    monkeypatch.setattr(integrations, "version_of", lambda package: installed)
     arguments = plan_of(train={"gradient_checkpointing": True}).training_arguments()
     assert arguments[name] is True
     assert arguments[f"{name}_kwargs"] == {"use_reentrant": False}
     assert len([key for key in arguments if "checkpointing" in key]) == 2
+    every = plan_of(train={"gradient_checkpointing": {"every_n_layers": 3}})
+    if name == "activation_checkpointing":
+        assert every.training_arguments()[f"{name}_kwargs"] == {"use_reentrant": False, "every_n_layers": 3}
+    else:
+        with pytest.raises(PlanError, match="INTEGRATION_CHECKPOINTING"):
+            every.training_arguments()

@@ -179,6 +179,7 @@ TRAINER: dict[str, Origin] = {
     "fp16": Origin(("train.precision",)),
     checkpointing_argument(): Origin(("train.gradient_checkpointing",)),
     f"{checkpointing_argument()}_kwargs.use_reentrant": Origin((), "the variant that torch recommends"),
+    f"{checkpointing_argument()}_kwargs.every_n_layers": Origin(("train.gradient_checkpointing",)),
     "neftune_noise_alpha": Origin(
         ("train.neftune_noise_alpha",), "no noise on the embeddings unless the job asks for it"
     ),

@@ -70,6 +70,11 @@ def _of_eval_sets(plan: Plan) -> Any:
     return {name: source.model_dump(exclude={"path"}, exclude_defaults=True) for name, source in sorted(sets.items())}
 
 
+def _recomputation(plan: Plan) -> Any:
+    written = plan.job.train.recomputation.model_dump(exclude_defaults=True)
+    return written or plan.settings.gradient_checkpointing
+
+
 def _profiled(name: str) -> Callable[[Plan], Any]:
     return lambda plan: getattr(plan.job.train.profile, name, None)
 
@@ -310,8 +315,9 @@ RULES: dict[str, Rule] = {
     **_each(
         _TOLD,
         "train",
-        "gradient_checkpointing attention loss kernels torch_compile label_smoothing_factor z_loss neftune_noise_alpha router_aux_loss_coef compute_loss",
+        "attention loss kernels torch_compile label_smoothing_factor z_loss neftune_noise_alpha router_aux_loss_coef compute_loss",
     ),
+    "train.gradient_checkpointing": replace(_TOLD, value=_recomputation),
     **_each(_TOLD, "parallel", "sequence_parallel pipeline_schedule"),
     **_each(_TOLD, "train", "save_steps save_total_limit save_only_model eval_steps logging_steps report_to callbacks"),
     **_each(

@@ -66,8 +66,11 @@ def _shape(plan: Plan) -> Iterator[str]:
     """Yield the other settings of a job that determine memory, chosen or defaulted."""
     train, settings = plan.job.train, plan.settings
     yield {"full": "all weights train", "lora": "LoRA", "qlora": "QLoRA"}[train.method]
-    share = settings.gradient_checkpointing
-    yield "gradient checkpointing " + ("on" if share == 1 else "off" if share == 0 else f"of {share:.0%} of the layers")
+    share, recomputation = settings.gradient_checkpointing, train.recomputation
+    every = f"of every {recomputation.every_n_layers} layers one" if recomputation.every_n_layers > 1 else ""
+    some = every or f"of {share:.0%} of the layers"
+    kept = f", which keep {' and '.join(recomputation.keep)}" if recomputation.keep else ""
+    yield "gradient checkpointing " + ("on" if share == 1 else "off" if share == 0 else some) + kept
     yield f"accumulation {settings.batch.accumulation}"
     if train.loss != "full":
         yield f"{train.loss} loss"

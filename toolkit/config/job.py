@@ -63,6 +63,7 @@ AnyPacking = Literal[Packing, "padding_free", "best_fit"]  # `packing_named` rea
 DataFormat = Literal["auto", "text", "prompt_completion", "messages", "tokens"]
 Part = Literal["train", "eval"]  # of the data
 LossOn = Literal["all", "completion", "assistant", "last_assistant"] | Annotated[tuple[Word, ...], Field(min_length=1)]
+Kept = Literal["linear", "attention"]  # results, in layers that recompute
 LongRows = Literal["truncate", "split", "refuse", "drop"]
 Reporter = Literal["tensorboard", "wandb", "mlflow", "trackio", "clearml"]
 # As in TrainingArguments; `reporters` reads it.
@@ -77,8 +78,8 @@ Offload = Literal[
     "activations-cpu",
 ]
 
-# Tags by which pydantic distinguishes the forms of `cluster.gpu` and of `data.eval`; none is a key.
-NAME_TAG, CARD_TAG, SETS_TAG = "<name>", "<card>", "<sets>"
+# Tags by which pydantic distinguishes the forms of keys that are a value or a section, and of `data.eval`; none is a key.
+NAME_TAG, SECTION_TAG, SETS_TAG = "<name>", "<section>", "<sets>"
 
 
 class RopeScaling(Section):
@@ -153,14 +154,14 @@ class Card(Section):
 
 
 def _form_of_card(value: Any) -> str:
-    return CARD_TAG if isinstance(value, Mapping | Card) else NAME_TAG
+    return SECTION_TAG if isinstance(value, Mapping | Card) else NAME_TAG
 
 
 class Cluster(Section):
     """Which machines."""
 
     gpu: Annotated[
-        Annotated[Word, Tag(NAME_TAG)] | Annotated[Card, Tag(CARD_TAG)],
+        Annotated[Word, Tag(NAME_TAG)] | Annotated[Card, Tag(SECTION_TAG)],
         Discriminator(_form_of_card),
     ]
     """Name of a card in the catalogue (`toolkit gpus`), `cpu` for processes over gloo, or a section that describes a
@@ -252,6 +253,26 @@ class Profile(Section):
     """How often all of that is done."""
 
 
+class GradientCheckpointing(Section):
+    """Which layers recompute their activations, and what these keep nevertheless."""
+
+    every_n_layers: Count = 1
+    """Recomputes in every n-th layer, from the first; in a pipeline, of each rank's own."""
+    keep: tuple[Kept, ...] = ()
+    """Results that are not computed again: `linear` of linear layers, `attention` of fused attention; the rest, such as norms and
+    activations, takes little time.
+    """
+
+    @property
+    def share(self) -> float:
+        """Share of the layers that recompute."""
+        return 1 / self.every_n_layers
+
+
+def _form_of_checkpointing(value: Any) -> str:
+    return SECTION_TAG if isinstance(value, Mapping | GradientCheckpointing) else NAME_TAG
+
+
 class Train(Section):
     """How to train; what is left out, the plan decides and explains."""
 
@@ -297,9 +318,15 @@ class Train(Section):
     """AdamW's epsilon, added to the root of the second moment."""
     momentum: ShareBelowOne = 0.0
     """Momentum of `sgd`, and of `muon`, where it is 0.95 when left out."""
-    gradient_checkpointing: StrictBool | Fraction | None = None
+    gradient_checkpointing: (
+        Annotated[
+            Annotated[StrictBool | Fraction, Tag(NAME_TAG)] | Annotated[GradientCheckpointing, Tag(SECTION_TAG)],
+            Discriminator(_form_of_checkpointing),
+        ]
+        | None
+    ) = None
     """Recomputes activations in the backward pass: `true` in all layers, `false` in none, a number from 0 to 1 in that
-    fraction of them.
+    fraction of them; or a section with `every_n_layers`, and results to `keep`.
     """
     attention: Attention | None = None
     """`eager` writes all scores out; `sdpa` is torch's fused kernels; `flash_attention_2` is the flash-attn package."""
@@ -431,6 +458,18 @@ class Train(Section):
     def adapters(self) -> Lora:
         """Settings of the adapters, those that the job leaves out by their defaults."""
         return self.lora or Lora()
+
+    @property
+    def recomputation(self) -> GradientCheckpointing:
+        """Which of every so many layers recompute and what they keep, where that is a section; else the defaults."""
+        said = self.gradient_checkpointing
+        return said if isinstance(said, GradientCheckpointing) else GradientCheckpointing()
+
+    @property
+    def recomputed_share(self) -> float | None:
+        """The share of the layers that recompute; None if it is left open."""
+        said = self.gradient_checkpointing
+        return said.share if isinstance(said, GradientCheckpointing) else said
 
     @property
     def float8(self) -> Fp8:

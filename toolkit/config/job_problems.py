@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from toolkit.arguments import shown
-from toolkit.config.job import CARD_TAG, NAME_TAG, SETS_TAG, Job
+from toolkit.config.job import NAME_TAG, SECTION_TAG, SETS_TAG, Job
 from toolkit.config.other_names import OTHER_NAMES, REFUSED_NAMES
 from toolkit.config.schema import known_keys, own_key, path_of, section_below
 from toolkit.config.suggestions import nearest_key
@@ -98,7 +98,9 @@ def _key(location: tuple[int | str, ...]) -> str:
     section: type[BaseModel] | None = Job
     parts: list[str] = []
     for part in location:
-        if part in (NAME_TAG, CARD_TAG):
+        if part == NAME_TAG:  # what follows is a member of a union
+            break
+        if part == SECTION_TAG:
             continue
         if isinstance(part, int) and parts:  # an item of a list of sections
             parts[-1] += f"[{part}]"
@@ -118,7 +120,7 @@ def _twins(key: str, detail: Any, given: Any) -> Problem | None:
     if detail["type"] != "extra_forbidden" or name == leaf:
         return None
     for part in detail["loc"][:-1]:
-        given = given if part in (NAME_TAG, CARD_TAG, SETS_TAG) else given[part]
+        given = given if part in (NAME_TAG, SECTION_TAG, SETS_TAG) else given[part]
     read = next((each for each in (name, *OTHER_NAMES[name]) if each in given and each != leaf), None)
     if read is None:
         return None

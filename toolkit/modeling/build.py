@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from toolkit.arguments import checks_arguments
-from toolkit.config.job import Fp8, Fsdp2, Kernels, Lora, Loss
+from toolkit.config.job import Fp8, Fsdp2, Kept, Kernels, Lora, Loss
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
 from toolkit.distributed.deepspeed_private import mark_leaf
 from toolkit.distributed.world import World
@@ -31,7 +31,7 @@ from toolkit.introspect import decoder_layers, tied_keys
 from toolkit.launch.packages import LIGER_KERNELS
 from toolkit.modeling.adapter_folder import load_adapter
 from toolkit.modeling.architecture import DTYPES, construct, import_architecture, model_config
-from toolkit.modeling.checkpointing import apply_gradient_checkpointing, checkpoint_layers
+from toolkit.modeling.checkpointing import checkpoint_layers, layers_to_checkpoint
 from toolkit.modeling.chunked_loss import apply_loss
 from toolkit.modeling.fp8 import apply_fp8, check_device
 from toolkit.modeling.fp8 import check_installed as check_fp8_installed
@@ -69,6 +69,8 @@ class BuildOptions:
         fp8_emulated: Whether they do so without float8 kernels, as on a CPU.
         kernels: Kernels of norms and gated activations.
         checkpointing: Share of the layers that recompute, 0 to 1.
+        checkpoint_every: Every how many layers recompute, if above 1, in place of the share.
+        checkpoint_keep: Results that these layers keep.
         offload_inputs: Whether the inputs of those layers are kept in host memory.
         loss: How a causal language model computes its loss.
         torch_compile: Whether each decoder layer is compiled.
@@ -90,6 +92,8 @@ class BuildOptions:
     fp8_emulated: bool = False
     kernels: Kernels = "eager"
     checkpointing: float = 0.0
+    checkpoint_every: int = 1
+    checkpoint_keep: tuple[Kept, ...] = ()
     offload_inputs: bool = False
     loss: Loss = "full"
     torch_compile: bool = False
@@ -115,6 +119,8 @@ class BuildOptions:
             "fp8_emulated": plan.on_cpu,
             "kernels": settings.kernels,
             "checkpointing": settings.gradient_checkpointing,
+            "checkpoint_every": train.recomputation.every_n_layers,
+            "checkpoint_keep": train.recomputation.keep,
             "offload_inputs": plan.profile.activations,
             "loss": train.loss,
             "torch_compile": train.torch_compile,
@@ -351,9 +357,8 @@ def finish_model(model: Any, options: BuildOptions, *, checkpointed: Sequence[nn
         apply_fp8(model, options.fp8, emulate=options.fp8_emulated)
     apply_kernels(model, options.kernels)
     if checkpointed is None:
-        apply_gradient_checkpointing(model, fraction=options.checkpointing, offload_inputs=options.offload_inputs)
-    else:
-        checkpoint_layers(checkpointed, offload_inputs=options.offload_inputs)
+        checkpointed = layers_to_checkpoint(model, fraction=options.checkpointing, every=options.checkpoint_every)
+    checkpoint_layers(checkpointed, keep=options.checkpoint_keep, offload_inputs=options.offload_inputs)
     info = stage_info(model)
     if options.neftune and (info is None or info.part.first):  # which alone has the embeddings
         add_noise(model, options.neftune)

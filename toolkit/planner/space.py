@@ -151,7 +151,7 @@ def batches(question: Question, cluster: Candidate, *, split: int, pipeline: int
 
 def shares_recomputed(question: Question) -> tuple[float, ...]:
     """Return the shares of layers that may recompute their activations, from none to all."""
-    said = question.said("train.gradient_checkpointing")
+    said = question.job.train.recomputed_share
     return (0.0, 0.5, 1.0) if said is None else (float(said),)
 
 

@@ -99,7 +99,7 @@ def decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
         gradient_checkpointing=float(
             chooser.choose(
                 "train.gradient_checkpointing",
-                train.gradient_checkpointing,
+                train.recomputed_share,
                 not on_cpu,
                 "recomputes activations: far less memory for about a quarter of the speed"
                 if not on_cpu

@@ -59,7 +59,7 @@ class Settings:
 
     Args:
         batch: The batch equation.
-        gradient_checkpointing: Share of the decoder layers that recompute, 0 to 1.
+        gradient_checkpointing: Share of the decoder layers that recompute, 0 to 1; 1 / n of every n-th.
         learning_rate: Peak, after `learning_rate_scaling`.
         warmup_ratio: Share of all steps that warm up; used when `warmup_steps` is None.
         max_steps: Optimizer steps; None when epochs set the length.
@@ -167,7 +167,6 @@ _TAKEN = (
     "per_device_eval_batch_size",
     "precision",
     "gradient_accumulation_dtype",
-    "gradient_checkpointing",
     "attention",
     "kernels",
     "min_learning_rate_ratio",
@@ -192,6 +191,7 @@ def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> li
         **{f"train.{name}": (getattr(train, name), getattr(settings, name)) for name in _TAKEN},
         "train.per_device_train_batch_size": (train.per_device_train_batch_size, batch.micro),
         "train.gradient_accumulation_steps": (train.gradient_accumulation_steps, batch.accumulation),
+        "train.gradient_checkpointing": (train.recomputed_share, settings.gradient_checkpointing),
         "train.train_batch_size": (train.train_batch_size, batch.train),
         "train.learning_rate": (None if scaled else train.learning_rate, settings.learning_rate),
         "parallel.zero_stage": (job.parallel.zero_stage, settings.zero_stage),

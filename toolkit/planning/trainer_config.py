@@ -10,12 +10,8 @@ from typing import Any
 from toolkit.errors import PlanError, raise_all
 from toolkit.planning.accelerate_config import fsdp2_keys
 from toolkit.planning.deepspeed_config import deepspeed_config
-from toolkit.planning.rules.integrations import consumer_problems
+from toolkit.planning.rules.integrations import consumer_problems, knows_every_n_layers
 from toolkit.planning.unchecked_plan import UncheckedPlan
-from toolkit.version import version_of
-
-# The first version that knows activation_checkpointing; gradient_checkpointing, the older name, warns since then.
-RENAMED_CHECKPOINTING = (5, 23)
 
 # Liger's loss alone: the estimate prices the model's own norms, rotary embeddings and MLPs. Keys that do not apply to a
 # model type are dropped (liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance).
@@ -68,7 +64,7 @@ def training_arguments(draft: UncheckedPlan) -> dict[str, Any]:
         "bf16": settings.precision == "bf16",
         "fp16": settings.precision == "fp16",
         checkpointing: settings.gradient_checkpointing > 0,
-        f"{checkpointing}_kwargs": {"use_reentrant": False},
+        f"{checkpointing}_kwargs": {"use_reentrant": False} | _every_n_layers(train.recomputation.every_n_layers),
         "neftune_noise_alpha": train.neftune_noise_alpha or None,
         "logging_steps": train.logging_steps,
         "save_strategy": "steps",
@@ -121,6 +117,10 @@ def _strategy_arguments(draft: UncheckedPlan) -> dict[str, Any]:
     return chosen | {"fsdp": True, "fsdp_config": keys}
 
 
+def _every_n_layers(number: int) -> dict[str, int]:
+    return {"every_n_layers": number} if number > 1 else {}
+
+
 def _schedule_arguments(min_learning_rate_ratio: float | None) -> dict[str, Any] | None:
     return None if min_learning_rate_ratio is None else {"min_lr_rate": min_learning_rate_ratio}
 
@@ -131,8 +131,4 @@ def checkpointing_argument() -> str:
     The version is read from package metadata, without an import. Where transformers is absent, the older name is
     returned, which every version 5 accepts.
     """
-    found = version_of("transformers")
-    if found is None:
-        return "gradient_checkpointing"
-    major, minor = found.split(".")[:2]
-    return "activation_checkpointing" if (int(major), int(minor)) >= RENAMED_CHECKPOINTING else "gradient_checkpointing"
+    return "activation_checkpointing" if knows_every_n_layers() else "gradient_checkpointing"

@@ -22,6 +22,8 @@ LIKE_OTHERS = (
 QUICK = [
     *((name, way) for name, way in WAY_OF.items() if name not in LIKE_OTHERS),
     ("llama", "half of the layers checkpointed"),
+    ("llama", "every second layer"),
+    ("llama", "linear and attention kept"),
     ("llama", "inputs on the host"),
     ("llama", "LoRA with checkpointing"),
     ("llama", "padded"),
@@ -125,6 +127,13 @@ def test_checkpointing_keeps_one_tensor_a_layer():
     plain, checkpointed = peaks(traced("llama")), peaks(traced("llama", "checkpointing"))
     assert checkpointed["forward"] < plain["forward"] / 3
     assert checkpointed["forward"] >= layers * kept
+
+
+def test_kept_results_are_held_from_pass_to_pass():
+    none, kept = peaks(traced("llama", "checkpointing")), peaks(traced("llama", "linear and attention kept"))
+    linear = 32 + 16 + 16 + 32 + 48 + 48 + 32  # features of q, k, v, o, gate, up and down
+    attention = 32 * 2 + 4 * 4  # the output, and the fp32 log-sum-exp of four heads
+    assert kept["forward"] - none["forward"] == 6 * BATCH * LENGTH * (2 * linear + attention)
 
 
 def test_inputs_that_wait_on_the_host_leave_the_device():

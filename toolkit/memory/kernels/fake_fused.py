@@ -7,11 +7,27 @@ B: sequences, H: heads, S: tokens, D: width of a head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 from toolkit.memory.kernels.operations import note
+
+
+@cache
+def _attention_operator() -> Any:
+    """Return fused attention as an operator, by whose results a layer that recomputes may keep them (modeling.checkpointing)."""
+    library: Any = torch.library.Library("toolkit_trace", "DEF")  # type: ignore[no-untyped-call]
+    library.define(
+        "fused_attention(Tensor q, Tensor k, Tensor v, Tensor? bias, str kernel, bool causal) -> (Tensor, Tensor)"
+    )
+
+    def made(q: Any, k: Any, v: Any, bias: Any, kernel: str, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return attention_results(q, k, v, bias, kernel=kernel, causal=causal)
+
+    torch.library.register_fake("toolkit_trace::fused_attention", made, lib=library)
+    return torch.ops.toolkit_trace.fused_attention, library
 
 
 class FusedAttention(torch.autograd.Function):
@@ -34,9 +50,8 @@ class FusedAttention(torch.autograd.Function):
     ) -> Any:
         """Allocate the output and the log-sum-exp; `kernel` and `causal` are only noted."""
         ctx.kernel, ctx.causal = kernel, causal
-        out_BHSD, logsumexp_BHS = attention_results(
-            query_BHSD, key_BHSD, value_BHSD, bias, kernel=kernel, causal=causal
-        )
+        attend, _ = _attention_operator()
+        out_BHSD, logsumexp_BHS = attend(query_BHSD, key_BHSD, value_BHSD, bias, kernel, causal)
         saved = [query_BHSD, key_BHSD, value_BHSD, out_BHSD, logsumexp_BHS]
         ctx.save_for_backward(*saved, *([] if bias is None else [bias]))
         return out_BHSD

@@ -237,7 +237,7 @@ _Rule = Callable[[OperationRecorder, Sequence[Any], Any, Any], None]
 
 # Allocate, or are answered by the host.
 _NOTHING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "item"})
-_NOTHING_NAMESPACES = frozenset({"prim", "prims", "profiler", "debugprims"})
+_NOTHING_NAMESPACES = frozenset({"prim", "prims", "profiler", "debugprims", "toolkit_trace"})
 # Write over their first argument without reading it.
 _FILLS = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "copy_", "random_", "exponential_"})
 # Read as much of their first argument as they return.

@@ -289,7 +289,7 @@ def _largest_that_fits(
 def candidates(plan: Plan) -> Iterator[Change]:
     """Yield every change that preserves the task: the model, the sequence length and the global batch."""
     settings = plan.settings
-    if settings.gradient_checkpointing < 1:
+    if settings.gradient_checkpointing < 1 or plan.job.train.recomputation.keep:
         yield _one("checkpointing", "train.gradient_checkpointing", True)
     if settings.attention == "eager":
         yield _one("attention", "train.attention", "sdpa")
@@ -413,9 +413,15 @@ def _decided(plan: Plan, case: Scenario) -> dict[str, Any]:
         "train.gradient_accumulation_steps": batch.accumulation,
         "train.sequence_length": settings.sequence_length,
         "train.precision": settings.precision,
-        "train.gradient_checkpointing": settings.gradient_checkpointing,
+        "train.gradient_checkpointing": _recomputation(plan),
         "train.attention": settings.attention,
     }
     if case.file is None and plan.job.parallel.strategy == "zero":
         decided["parallel.zero_stage"] = settings.zero_stage
     return decided
+
+
+def _recomputation(plan: Plan) -> Any:
+    """Return `train.gradient_checkpointing` as decided."""
+    said = plan.job.train.gradient_checkpointing
+    return plan.settings.gradient_checkpointing if said is None or isinstance(said, bool | float) else said.written()

@@ -308,7 +308,7 @@ def _construct_pruned(
     if part is not None or all_layers or spec.trust_remote_code:
         empty = construct_empty(own, spec)
         return empty, _prune(spec, empty, part, all_layers=all_layers)
-    key = *_model_key(spec, own), spec.checkpointing
+    key = *_model_key(spec, own), spec.checkpointing, spec.checkpoint_every
     if key not in _CONSTRUCTED:
         empty = construct_empty(own, spec)
         while len(_CONSTRUCTED) >= _MOST_CONSTRUCTED:
@@ -326,7 +326,7 @@ def _prune(spec: TraceSpec, empty: Any, part: StageSpec | None, *, all_layers: b
     if part is not None:
         layers: Any = empty.get_submodule(find_layers(empty))
         own = nn.ModuleList(layers[index] for chunk in part.chunks for index in chunk)
-    checkpointed = layers_to_checkpoint(own, fraction=spec.checkpointing)
+    checkpointed = layers_to_checkpoint(own, fraction=spec.checkpointing, every=spec.checkpoint_every)
     if part is not None:
         stacks, small = prune_to_part(empty, part, all_layers=all_layers, checkpointed=checkpointed)
         return _Pruned(stacks=stacks, checkpointed=checkpointed, part=small)

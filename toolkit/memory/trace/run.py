@@ -23,7 +23,7 @@ from toolkit.memory.trace.fake_run import TraceRun, card_of, run_fake, trace_onc
 from toolkit.memory.trace.spec import TraceSpec
 from toolkit.memory.trace.stage_layers import Pruned, choose
 from toolkit.modeling.architecture import import_architecture, model_config
-from toolkit.modeling.checkpointing import evenly_spaced
+from toolkit.modeling.checkpointing import recomputing
 from toolkit.pipeline_parallel import StageSpec
 from toolkit.planning.plan import Plan
 
@@ -202,6 +202,5 @@ class StageTracer:
     def _recompute(self, part: StageSpec) -> list[bool]:
         """Return for each layer whether it recomputes on this rank (modeling.checkpointing)."""
         own = [index for chunk in part.chunks for index in chunk]
-        share = self._spec.checkpointing
-        chosen = {own[index] for index in evenly_spaced(len(own), share)} if share else set()
+        chosen = {own[at] for at in recomputing(len(own), self._spec.checkpointing, self._spec.checkpoint_every)}
         return [index in chosen for index in range(part.num_layers)]

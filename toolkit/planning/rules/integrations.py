@@ -9,6 +9,10 @@ from toolkit.config.job import Ddp
 from toolkit.errors import Problem
 from toolkit.planning.settings import Settings
 from toolkit.planning.unchecked_plan import UncheckedPlan
+from toolkit.version import version_of
+
+# The first version of transformers that knows activation_checkpointing, and with it `every_n_layers`.
+RENAMED_CHECKPOINTING = (5, 23)
 
 NAMES = {"trainer": "transformers.Trainer", "accelerate": "a plain Accelerate script"}
 OWN = "train with `toolkit train` or a script that calls `tk.initialize`"
@@ -23,13 +27,44 @@ LIGER_MODEL_TYPES = frozenset(
 )
 
 
+def knows_every_n_layers() -> bool:
+    """Return whether the installed transformers has `activation_checkpointing`; the version is read without an import."""
+    found = version_of("transformers")
+    if found is None:
+        return False
+    major, minor = found.split(".")[:2]
+    return (int(major), int(minor)) >= RENAMED_CHECKPOINTING
+
+
 def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
     """Yield every reason for which `consumer` cannot run the plan; none for `toolkit`."""
     if consumer == "toolkit":
         return
     name, train = NAMES[consumer], draft.job.train
-    fraction = draft.settings.gradient_checkpointing
-    if 0 < fraction < 1:
+    fraction, recomputation = draft.settings.gradient_checkpointing, train.recomputation
+    if recomputation.keep:
+        yield Problem(
+            code="INTEGRATION_CHECKPOINTING",
+            key="train.gradient_checkpointing",
+            message=f"gradient_checkpointing.keep=[{', '.join(recomputation.keep)}]: {name} uses transformers' checkpointing, which keeps no "
+            "results of operations",
+            fix=f"Remove keep, or {OWN}",
+            source="transformers modeling_utils.py _set_gradient_checkpointing",
+        )
+    if recomputation.every_n_layers > 1 and (consumer == "accelerate" or not knows_every_n_layers()):
+        yield Problem(
+            code="INTEGRATION_CHECKPOINTING",
+            key="train.gradient_checkpointing",
+            message=f"gradient_checkpointing.every_n_layers={recomputation.every_n_layers}: "
+            + (
+                f"{name} turns on checkpointing itself"
+                if consumer == "accelerate"
+                else "the installed transformers has no such option before 5.23"
+            ),
+            fix=f"Set it to true or false, with `every_n_layers` in your script, or {OWN}",
+            source="transformers modeling_utils.py activation_checkpointing_enable",
+        )
+    if 0 < fraction < 1 and recomputation.every_n_layers == 1:
         yield Problem(
             code="INTEGRATION_CHECKPOINTING",
             key="train.gradient_checkpointing",
