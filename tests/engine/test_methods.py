@@ -32,6 +32,7 @@ from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
 from tests.engine.test_torch_engine import save_and_resume
+from toolkit.checkpoint.compatibility import layout_problems
 from toolkit.config.job import Lora
 from toolkit.engine.initialize import parameter_groups
 from toolkit.engine.optimizers import TABLES
@@ -116,7 +117,9 @@ def of_matrices() -> dict[str, Case]:
     adafactor, muon = ({"optimizer": name, "learning_rate": 1e-2} for name in ("adafactor", "muon"))
     rounded = {"tolerance": 1e-3, "weight_tolerance": 1e-2}
     made = {f"muon {each}": Case(train=ADAM | muon, steps=6, strategy=each, **rounded) for each in ("ddp", "fsdp2")}
-    made["muon lora"] = Case(train=ADAM | ADAPTERS | muon, steps=6, strategy="ddp", **rounded)
+    made["muon lora"] = Case(train=ADAM | ADAPTERS | muon | {"max_grad_norm": 0.1}, steps=6, strategy="ddp", **rounded)
+    begun = LORA | {"lora": LORA["lora"] | {"init_lora_weights": "pissa"}}
+    made["pissa ddp"], made["pissa zero 2"] = Case(train=begun, strategy="ddp"), Case(train=begun, stage=2)
     made["adafactor ddp"] = Case(train=ADAM | adafactor, steps=10, strategy="ddp", **CLOSE)
     made["adafactor lora"] = Case(train=ADAM | ADAPTERS | adafactor, steps=10, strategy="ddp", **CLOSE)
     return made
@@ -324,6 +327,46 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         for strategy in STRATEGIES
     }
     return folder, run_distributed(save_and_resume, RANKS, plans, folder, timeout_seconds=600)[0]
+
+
+PISSA = {"method": "lora", "lora": {"r": 4, "lora_alpha": 16, "init_lora_weights": "pissa"}}
+
+
+@pytest.mark.full
+@pytest.mark.gloo
+def test_adapters_that_begin_as_a_part_of_their_base_are_saved_and_exported_with_it(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    plans = {"ddp": plan_of(tmp_path / "model", "ddp", **PISSA)}
+    plans |= {
+        f"stage {stage}": tk.resolve(
+            plan_of(tmp_path / "model", "zero", **PISSA).job.with_(f"parallel.zero_stage={stage}")
+        )
+        for stage in (0, 1, 2)
+    }
+    found = run_distributed(save_and_resume, RANKS, plans, tmp_path)[0]
+    for name, own in found.items():
+        assert own["resumed"] == own["straight"]
+        made = tk.export(tmp_path / name, tmp_path / "out" / name)
+        assert made.report.kind == "merged"
+        assert made.logits_difference is not None
+        assert made.logits_difference < 1e-5
+    other = plan_of(tmp_path / "model", "ddp", **PISSA | {"lora": PISSA["lora"] | {"init_lora_weights": "default"}})
+    assert [problem.key for problem in layout_problems(other, plans["ddp"], tmp_path)] == [
+        "train.lora.init_lora_weights"
+    ]
+
+
+def test_pissa_leaves_the_model_what_it_was() -> None:
+    model, twin = tiny_model("llama"), tiny_model("llama")
+    twin.load_state_dict(model.state_dict())
+    adapted = apply_lora(model, Lora(r=4, lora_alpha=16, init_lora_weights="pissa"), seed=0)
+    tokens = torch.arange(3, 15).view(1, -1)
+    assert torch.allclose(adapted(tokens).logits, twin(tokens).logits, atol=1e-5)
+    layer, whole = adapted.base_model.model.model.layers[0].mlp.up_proj, twin.model.layers[0].mlp.up_proj.weight
+    product = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    left, values, right = torch.linalg.svd(whole)
+    assert torch.allclose(product, left[:, :4] @ values[:4].diag() @ right[:4], atol=1e-5)
+    assert torch.allclose(layer.get_base_layer().weight, whole - product, atol=1e-6)
 
 
 @pytest.mark.full

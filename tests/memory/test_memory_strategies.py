@@ -131,6 +131,18 @@ def test_accumulation_keeps_whole_gradients_under_fsdp2(estimator):
     assert "gradients" not in once.fullest.phases["forward"].causes
 
 
+def test_adapters_that_begin_as_a_part_of_their_base_are_saved_with_it(estimator):
+    def lora(init):
+        document = job(gpus=1, parallel={"strategy": "ddp"}, method="lora", lora={"r": 16, "init_lora_weights": init})
+        report = estimator.estimate(Scenario.of(document.with_("model.init=pretrained")))
+        return report.checkpoint_bytes, report.disk.export_bytes, report.fullest.phases["init"].allocated_bytes
+
+    plain, begun = lora("default"), lora("pissa")
+    assert begun[0] - plain[0] == near(2 * PARAMETERS)
+    assert begun[1] == pytest.approx(2 * PARAMETERS, rel=0.02)
+    assert begun[2] - plain[2] == near(4 * (2 * 2048 * 8192 + 2048**2))
+
+
 def test_8_bit_moments_take_a_quarter(estimator):
     full = estimated(estimator, parallel={"zero_stage": 2})
     eight = estimated(estimator, parallel={"zero_stage": 2}, optimizer="adamw_8bit")

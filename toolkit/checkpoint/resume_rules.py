@@ -231,7 +231,11 @@ RULES: dict[str, Rule] = {
     "train.lora.use_dora": replace(_ADAPTERS, value=_lora("use_dora")),
     "train.lora.rank_pattern": replace(_ADAPTERS, value=_lora("rank_pattern")),
     "train.lora.alpha_pattern": replace(_SCALE, value=_lora("alpha_pattern")),
-    "train.lora.init_lora_weights": _FREE,  # the checkpoint has the adapters
+    "train.lora.init_lora_weights": replace(  # the checkpoint has the adapters, and a base that they have changed
+        _ADAPTERS,
+        why="its base is without what adapters began with under pissa alone",
+        value=lambda plan: "pissa" if plan.job.train.changes_base else None,
+    ),
     "train.lora.adapter": _FREE,
     "train.lora.loraplus_lr_ratio": replace(
         _REFUSED,  # it splits the parameters into groups

@@ -209,8 +209,11 @@ class Lora(Section):
     """Makes the scale s = `lora_alpha` / √`r` (arXiv 2312.03732)."""
     use_dora: StrictBool = False
     """Learns the length of each row of W + s B A apart from its direction (DoRA, arXiv 2402.09353)."""
-    init_lora_weights: Literal["default", "gaussian"] = "default"
-    """How A begins: `default` is uniform, as peft's true; `gaussian` is normal with deviation 1 / `r`. B begins at zero."""
+    init_lora_weights: Literal["default", "gaussian", "pissa"] = "default"
+    """How A begins: `default` is uniform, as peft's true; `gaussian` is normal with deviation 1 / `r`. B begins at zero. Under
+    `pissa` s B A begins as the part of W of the `r` largest singular values, which W then lacks (arXiv 2404.02948): checkpoints
+    have W too, and an export is merged.
+    """
     rank_pattern: dict[ModuleName, Count] = Field(default_factory=dict)
     """Ranks of layers that have another than `r`, by their names or the last parts of them."""
     alpha_pattern: dict[ModuleName, PositiveNumber] = Field(default_factory=dict)
@@ -470,6 +473,11 @@ class Train(Section):
         """The share of the layers that recompute; None if it is left open."""
         said = self.gradient_checkpointing
         return said.share if isinstance(said, GradientCheckpointing) else said
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether adapters begin as a part of the weights that they are added to."""
+        return self.method != "full" and self.adapters.init_lora_weights == "pissa"
 
     @property
     def float8(self) -> Fp8:

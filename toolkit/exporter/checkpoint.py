@@ -75,7 +75,8 @@ def export(
         output_dir: Folder of the export; created complete at the end, or not at all.
         dtype: Dtype of the weights; the training precision when left out, bf16 after fp8. fp32 reads the master weights.
         max_shard_size_bytes: Size above which a new file begins, bytes.
-        merge_adapter: For LoRA: write the base with the adapter merged into it, not the adapter.
+        merge_adapter: For LoRA: write the base with the adapter merged into it, not the adapter. Always done where adapters have
+            changed their base, which is nowhere else (PiSSA).
         overwrite: Whether to replace the contents of `output_dir`.
         check_logits: Whether to reload the export and compare its logits with the live model's, saved in the checkpoint.
             By default done if the checkpoint has them, the dtype is the training precision, and the model has at most
@@ -95,6 +96,7 @@ def export(
     if verify_first:
         verify_checkpoint(source, unread=is_shard)  # before its plan tells which shards to read
     state, plan = State.load(source), saved_plan(source)
+    merge_adapter = merge_adapter or plan.job.train.changes_base
     if verify_first:
         _verify_shards(source, plan, dtype=dtype, merge_adapter=merge_adapter)
     if plan.job.model.trust_remote_code and not trust_remote_code and _has_code(source / MODEL):

@@ -24,7 +24,7 @@ from toolkit.memory.report.report import MemoryReport, PhaseReport
 from toolkit.memory.report.software import of_software
 from toolkit.memory.scenario import Scenario, check_zero_init
 from toolkit.memory.trace.events import MemoryTrace, Traces
-from toolkit.planning.checkpoint_size import DiskUse, disk_use
+from toolkit.planning.checkpoint_size import DiskUse, disk_use, exports_whole
 from toolkit.planning.plan import Plan
 from toolkit.planning.read import read_job_or_plan
 from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT
@@ -220,7 +220,7 @@ def _disk(plan: Plan, traces: Traces) -> DiskUse:
     """Return the disk use: each rank writes all that it holds, replicas and padding included; the export has each value once."""
     parameters = [parameter for events in traces for parameter in events.parameters]
     trained = [parameter for parameter in parameters if parameter.trainable]
-    full = plan.job.train.method == "full"
+    full = exports_whole(plan.job.train)
     total, trainable = (-(-sum(p.numel for p in each) // plan.grid.pp) for each in (parameters, trained))
     use = disk_use(plan, total=total, trainable=trainable)
     itemsize = use.export_bytes // (plan.grid.tp * plan.grid.pp * (total if full else trainable))

@@ -27,7 +27,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
     Args:
         model: Model to adapt, in place.
         lora: Section of the job with the adapters.
-        seed: Seed of the A matrices; B starts at zero, so the model's outputs do not change.
+        seed: Seed of the A matrices; B starts at zero, or both as a part of the model's weights, so its outputs do not change.
 
     Returns:
         A `peft.PeftModel`.
@@ -76,7 +76,10 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
             shard_adapters(adapted)
             if isinstance(model, PartOfModel):
                 guard_part(adapted, held_part=model.held_part, tp_group=model.tensor_group)
-            draw_adapters(adapted, seed=seed, deviates=lora.init_lora_weights == "gaussian")
+            if lora.init_lora_weights == "pissa":
+                adapted.active_peft_config.init_lora_weights = True  # whoever builds it again reads base and adapters
+            else:
+                draw_adapters(adapted, seed=seed, deviates=lora.init_lora_weights == "gaussian")
             return adapted
         except (ValueError, re.error) as error:
             if "lora_dropout" in str(error):

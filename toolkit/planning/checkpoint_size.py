@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.config.job import Train
 from toolkit.planning.settings import steps_between
 from toolkit.planning.state_bytes import written_bytes
 from toolkit.planning.unchecked_plan import UncheckedPlan, trainable_parameters
@@ -40,6 +41,11 @@ class DiskUse:
         }
 
 
+def exports_whole(train: Train) -> bool:
+    """Return whether an export has all weights, not those of adapters alone."""
+    return train.method == "full" or train.changes_base
+
+
 def disk_use(draft: UncheckedPlan, *, total: int, trainable: int) -> DiskUse:
     """Return what a run keeps on disk.
 
@@ -64,7 +70,7 @@ def disk_use(draft: UncheckedPlan, *, total: int, trainable: int) -> DiskUse:
         checkpoint_bytes=written_bytes(draft, total=ranks * total, trainable=ranks * trainable),
         num_checkpoints=at_once,
         # Slightly too much with tensor parallelism: replicated parameters are exported once.
-        export_bytes=settings.itemsize * ranks * (total if draft.job.train.method == "full" else trainable),
+        export_bytes=settings.itemsize * ranks * (total if exports_whole(draft.job.train) else trainable),
     )
 
 

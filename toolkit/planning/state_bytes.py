@@ -116,12 +116,13 @@ def swapped_bytes(draft: UncheckedPlan) -> int | None:
 
 
 def leaves_frozen_out(draft: UncheckedPlan) -> bool:
-    """Return whether checkpoints omit frozen weights: LoRA's are in the model's folder, unless initialized at random.
+    """Return whether checkpoints omit frozen weights: LoRA's are in the model's folder, unless initialized at random or changed.
 
     Packed ones are never saved: they are read, or drawn from the same seed, and packed again.
     """
     method = draft.job.train.method
-    return method == "qlora" or (method == "lora" and draft.settings.init == "pretrained")
+    unchanged = draft.settings.init == "pretrained" and not draft.job.train.changes_base
+    return method == "qlora" or (method == "lora" and unchanged)
 
 
 def _kept_by_hook(job: Job) -> int:

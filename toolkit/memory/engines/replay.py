@@ -86,6 +86,8 @@ class EngineReplay(ABC):
         self.account.enter("init")
         self.account.allocate("model buffers", self.trace.buffers_bytes)
         self.initialize()
+        if self.settings.decomposes:
+            self.account.transient("singular vectors", self._decomposed_bytes())
         micro_steps = min(self.settings.accumulation_steps, MAX_MICRO_STEPS)
         for step in range(NUM_STEPS):
             if self.course is not None:
@@ -304,6 +306,12 @@ class EngineReplay(ABC):
         if not self.account.held("optimizer state"):
             self.account.allocate("optimizer state", moments * numel)
         self.account.transient("optimizer temporaries", self._step_bytes(numel, itemsize=itemsize))
+
+    def _decomposed_bytes(self) -> int:
+        """Return the bytes of the largest weight that PiSSA decomposes, in fp32, and of its vectors (peft tuners/lora/layer.py pissa_init)."""
+        frozen = (p for p in self.trace.parameters if not p.trainable and len(p.shape) == 2)
+        sizes = (2 * p.numel + min(p.shape) ** 2 for p in frozen if not p.module.endswith(EMBEDDINGS_AND_HEADS))
+        return FP32_ITEMSIZE * max(sizes, default=0)
 
     def _state_bytes(self) -> float:
         """Return the bytes of optimizer state per element in fp32, by the shapes of the weights where these count."""

@@ -67,6 +67,7 @@ class EngineSettings:
         reduction_itemsize: Bytes of a gradient element that FSDP2 reduces.
         reshards: Whether FSDP2 releases a layer's weights after its forward pass.
         cpu_offload: Whether FSDP2's shards are in RAM.
+        decomposes: Whether adapters begin with the largest singular values of weights.
         ddp: Options of DDP.
         node_size: Ranks of a node.
     """
@@ -96,6 +97,7 @@ class EngineSettings:
     reduction_itemsize: int = 0
     reshards: bool = True
     cpu_offload: bool = False
+    decomposes: bool = False
     ddp: Ddp = field(default_factory=Ddp)
     node_size: int = 1
 
@@ -172,6 +174,7 @@ def engine_settings(
     settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, zero_init=zero_init)
     if plan.grid.pp > 1 and not plan.settings.reduces_once:
         settings = replace(settings, adds_up_on_host=True)
+    settings = replace(settings, decomposes=plan.job.train.changes_base)
     if plan.job.train.optimizer in ("adamw_8bit", "adafactor", "muon"):
         settings = replace(settings, optimizer=plan.job.train.optimizer)
     if plan.job.parallel.strategy == "zero":

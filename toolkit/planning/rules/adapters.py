@@ -53,6 +53,7 @@ def _of_folder(folder: Path, why: str) -> Problem:
 def adapter_kinds(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse DoRA and ranks by pattern where they cannot be carried exactly, and an adapter's folder that is not the job's."""
     train, parallel = draft.job.train, draft.job.parallel
+    refused: dict[str, tuple[Any, bool, str]]
     if train.method == "full" or train.lora is None:
         return
     if train.lora.use_dora:
@@ -70,6 +71,21 @@ def adapter_kinds(draft: UncheckedPlan) -> Iterator[Problem]:
         for key, (value, applies, why) in refused.items():
             if applies:
                 yield _refused("use_dora", "true", key, value, why)
+    if train.changes_base:
+        partitioned = draft.settings.zero_stage == 3 and parallel.strategy == "zero"
+        begins = "the singular values are those of whole weights"
+        refused = {
+            "train.method": ("qlora", train.method == "qlora", "what is left of a weight would be rounded to 4 bits again"),
+            "train.lora.adapter": ("…", train.lora.adapter is not None, "the adapters would begin as those of the folder"),
+            "train.lora.use_dora": ("true", train.lora.use_dora, "lengths would be those of weights without the adapters"),
+            "parallel.tensor": (parallel.tensor, parallel.tensor > 1, begins),
+            "parallel.pipeline": (parallel.pipeline, parallel.pipeline > 1, "it has not been compared with an unsplit model"),
+            "parallel.strategy": ("fsdp2", parallel.strategy == "fsdp2", begins),
+            "parallel.zero_stage": (3, partitioned, begins),
+        }  # fmt: skip
+        for key, (value, applies, why) in refused.items():
+            if applies:
+                yield _refused("init_lora_weights", "pissa", key, value, why)
     for name in ("rank_pattern", "alpha_pattern"):
         if getattr(train.lora, name) and parallel.pipeline > 1:
             why = "a stage has other layers than the pattern counts"

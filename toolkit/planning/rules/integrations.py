@@ -123,6 +123,7 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )
     yield from _model_problems(draft, name)
+    yield from _base_problems(draft, name)
     yield from _own_loop_problems(draft, consumer)
     yield from _cpu_problems(draft, consumer)
     yield from _order_problems(draft, consumer)
@@ -143,6 +144,18 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             key="train.learning_rate_scaling",
             message=f"learning_rate_scaling={train.learning_rate_scaling} sets a learning rate that {name} sets itself",
             fix="Leave it out and scale the rate in the script",
+        )
+
+
+def _base_problems(draft: UncheckedPlan, name: str) -> Iterator[Problem]:
+    """Yield adapters that change the weights below them."""
+    if draft.job.train.changes_base:
+        yield Problem(
+            code="INTEGRATION_MODEL",
+            key="train.lora.init_lora_weights",
+            message=f"init_lora_weights=pissa changes the weights below the adapters, of which {name} would save the adapters alone",
+            fix=f"Set it to default, or {OWN}",
+            source="peft save_and_load.py get_peft_model_state_dict",
         )
 
 
