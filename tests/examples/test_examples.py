@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,24 @@ def test_trainer_resumes_and_does_not_train_further(workspace, trainer_run):
 def test_trainer_under_deepspeeds_launcher(workspace):
     workspace.run("03", "deepspeed")
     assert weights(workspace.folder / "plans/sample/run-trainer/final")
+
+
+@pytest.mark.gloo
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
+def test_preferences_are_learned_on_the_arguments_of_a_plan(workspace):
+    """The chosen answers become likelier than the rejected ones, relative to the model before."""
+    workspace.run("12", "torchrun")
+    run = workspace.folder / "runs" / "dpo"
+    history = json.loads((run / "checkpoint-12" / "trainer_state.json").read_text())["log_history"]
+    steps = [entry for entry in history if "rewards/margins" in entry]
+    assert [entry["step"] for entry in steps] == list(range(1, 13))
+    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3), "no margin before the first step"
+    assert steps[-1]["loss"] < 0.4
+    assert steps[-1]["rewards/accuracies"] == 1
+    before, after = (weights(workspace.folder / folder) for folder in ("sample/model", "runs/dpo/final"))
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.gloo
