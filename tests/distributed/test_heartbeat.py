@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from quick_python import quick_python
 from ranks import ENVIRONMENT, free_port, run_distributed
 
 from toolkit.distributed import heartbeat as patience
@@ -104,7 +104,7 @@ def test_the_death_of_the_rank_that_works_ends_the_others() -> None:
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER],
+            [quick_python(), "-c", WORKER],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -31,8 +31,9 @@ def question_of(price_list, **changes):
     return ask(None, **values | {"prices": price_list, "liger": False, "compiled": True} | changes)
 
 
-def test_nothing_that_the_search_left_out_is_faster(price_list):
-    asked = question_of(price_list)
+@pytest.mark.parametrize("batch", [4, pytest.param(16, marks=pytest.mark.full)])
+def test_nothing_that_the_search_left_out_is_faster(price_list, batch):
+    asked = question_of(price_list, train_batch_size=batch)
     # Without compiled layers, each of which takes seconds.
     question = replace(asked, job=asked.job.with_({"train.torch_compile": False}))
     searched = Search(question, Estimator())
