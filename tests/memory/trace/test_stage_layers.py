@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from traced_models import config_of
+from traced_models import H100, config_of
 
 from toolkit.memory.trace import fake_run
 from toolkit.memory.trace.fake_run import card_of, whole_model
@@ -29,9 +29,9 @@ def stages(num_layers: int, count: int) -> list[StageSpec]:
 
 def test_a_model_is_constructed_once_for_all_stages_and_specs(constructed: list[object]) -> None:
     config = config_of("llama", num_hidden_layers=12)
-    spec = TraceSpec(micro_batch=1, sequence_length=8)
+    spec = TraceSpec(micro_batch=1, sequence_length=8, device=H100)
     for share in (0.0, 0.5):
-        tracer = StageTracer(config, TraceSpec(micro_batch=1, sequence_length=8, checkpointing=share))
+        tracer = StageTracer(config, TraceSpec(micro_batch=1, sequence_length=8, device=H100, checkpointing=share))
         tracer.trace_all(stages(12, 3))
         assert tracer.num_runs == 3
     assert len(constructed) == 1
@@ -41,21 +41,24 @@ def test_a_model_is_constructed_once_for_all_stages_and_specs(constructed: list[
     assert (len(constructed), len(other.kinds)) == (2, 4)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mixtral"])
-def test_a_stage_is_a_copy_of_few_layers_and_the_model_stays_whole(architecture: str) -> None:
-    config = config_of(architecture, num_hidden_layers=12)
-    spec = TraceSpec(micro_batch=1, sequence_length=8)
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [("llama", {"num_hidden_layers": 12}), ("gemma3_text", {}), ("mixtral", {"num_hidden_layers": 12})],
+)
+def test_a_stage_is_a_copy_of_few_layers_and_the_model_stays_whole(architecture: str, shape: dict[str, int]) -> None:
+    config = config_of(architecture, **shape)
+    count = config.num_hidden_layers
+    spec = TraceSpec(micro_batch=1, sequence_length=8, device=H100)
     with card_of(spec):
         whole = whole_model(spec, config)
     layers = list(whole.model.get_submodule(whole.prefix))
-    _, middle, _ = stages(12, 3)
-    made, (stack,), small, few = whole.part(middle, checkpointed=layers[4:6])
+    part = StageSpec(chunks=(range(4, 8),), num_layers=count)
+    made, (stack,), small, few = whole.part(part, checkpointed=layers[4:6])
     kept = list(made.get_submodule(whole.prefix))
-    assert len(layers) == 12
     assert list(whole.model.get_submodule(whole.prefix)) == layers
-    assert whole.model.config.num_hidden_layers == 12
-    assert [layer.self_attn.layer_idx for layer in layers] == list(range(12))
-    assert len(kept) == small.num_layers == made.config.num_hidden_layers < 12
+    assert whole.model.config.num_hidden_layers == len(layers) == count
+    assert [layer.self_attn.layer_idx for layer in layers] == list(range(count))
+    assert len(kept) == small.num_layers == made.config.num_hidden_layers < count
     assert [layer.self_attn.layer_idx for layer in kept] == list(range(len(kept)))
     assert (stack.first, stack.num_layers) == (4, 4)
     assert {id(layer) for layer in few} < {id(layer) for layer in kept}
