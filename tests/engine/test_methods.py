@@ -141,6 +141,12 @@ def moved() -> dict[str, Case]:
     return made
 
 
+def in_nodes() -> dict[str, Case]:
+    """ZeRO++'s hpZ: the backward pass gathers weights inside pairs of ranks, from second shards."""
+    of: dict[str, Any] = {"stage": 3, "data": 4, "deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}
+    return {"hpz full": Case(train=ADAM, steps=4, **of, **CLOSE), "hpz lora": Case(train=LORA, **of)}
+
+
 WHERE: dict[str, dict[str, Any]] = {
     **{f"zero {stage}": {"stage": stage} for stage in range(4)},
     "ddp": {"strategy": "ddp"},
@@ -156,7 +162,7 @@ OFFLOADS = dict.fromkeys(WHERE, ("activations-cpu",)) | {
     "tensor": (*ON_HOST, "full-cpu"),
     "pipeline": (*ON_HOST, "full-cpu"),
 }
-CASES = cases() | of_bitsandbytes() | of_matrices() | moved()
+CASES = cases() | of_bitsandbytes() | of_matrices() | moved() | in_nodes()
 for _strategy, _of in (*STRATEGIES.items(), ("zero", {"stage": 3}), ("zero", {"stage": 2, "tensor": 2, "data": 1})):
     CASES |= kinds(strategy=_strategy, **_of)
 DEFAULT = (
@@ -283,6 +289,14 @@ def kept_states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_of_optimizers_are_in_checkpoints(name: str, kept_states: dict[str, Any]) -> None:
     assert kept_states[name]["resumed"] == kept_states[name]["straight"]
+
+
+@pytest.mark.full
+@pytest.mark.gloo
+def test_second_shards_inside_nodes_resume_exactly(tmp_path: Path) -> None:
+    plans = {name: case.plan() for name, case in in_nodes().items()}
+    for own in run_distributed(save_and_resume, 4, plans, tmp_path)[0].values():
+        assert own["resumed"] == own["straight"]
 
 
 def held_states(rank: int, plans: dict[str, Plan]) -> dict[str, int]:
