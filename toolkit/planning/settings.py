@@ -203,6 +203,9 @@ def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> li
         "deepspeed.zero_optimization.reduce_bucket_size": (None, settings.reduce_bucket_size),
     }
     recorded = {choice.key: choice.value for choice in choices}
+    key = "train.gradient_checkpointing"
+    if isinstance(recorded.get(key), dict) and recorded[key] == train.recomputation.model_dump(mode="json"):
+        recorded[key] = train.recomputed_share  # a section, of which the settings have the share
     found = [
         f"{key}={said} in the {part}, {settled} in the settings"
         for key, (given, settled) in values.items()
