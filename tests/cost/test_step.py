@@ -53,6 +53,13 @@ def test_the_parts_add_up_and_the_range_holds_the_time():
     assert json.loads(json.dumps(time.to_dict())) == time.to_dict()
 
 
+def test_frozen_layers_leave_out_their_part_of_the_backward_pass():
+    plain, frozen = time_of(), time_of(train={"freeze": ["embed", r"layers\.[0-3]\."]})
+    assert frozen.seconds < plain.seconds
+    work = frozen.model_flops_utilization * frozen.seconds / (plain.model_flops_utilization * plain.seconds)
+    assert 0.5 < work < 0.75, "layers 4 and 5, and the head, are trained"
+
+
 def test_recomputation_costs_time():
     plain, again = time_of(), time_of(train={"gradient_checkpointing": True})
     assert again.seconds > plain.seconds

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny_plans import tiny_plan
 
+from toolkit.catalog.parameters import BackwardShares
 from toolkit.config.job import Job
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.errors import RunError
@@ -120,6 +121,18 @@ def test_flops_of_lora_and_of_experts() -> None:
     lite = flops_per_token(_gpu_plan("deepseek-v2-lite"))
     attention = 12 * 27 * 16 * 192 * 4096
     assert math.isclose((lite - attention) / 6, 2.66e9 - 102_400 * 2048, rel_tol=0.02)
+
+
+def test_flops_of_frozen_weights_and_below_the_first_trained_layer() -> None:
+    plan = _gpu_plan("llama-3.1-8b")
+    active = 8_030_261_248 - 128_256 * 4096
+    layers = [f"model.layers.{index}.mlp.down_proj.weight" for index in range(4)]
+    of = [("model.embed_tokens.weight", 50, False), *((name, 10, name == layers[2]) for name in layers)]
+    shares = BackwardShares.of([*of, ("model.norm.weight", 0, False), ("lm_head.weight", 60, False)])
+    assert (shares.inputs, shares.weights, shares.layers) == (0.8, 0.1, 0.5)
+    assert flops_per_token(plan, shares) == pytest.approx(2 * active * (1 + 0.8 + 0.1) + ATTENTION_8B * 2 / 3)
+    embedding = BackwardShares.of([("model.embed_tokens.weight", 50, True), *((name, 10, False) for name in layers)])
+    assert (embedding.inputs, embedding.weights, embedding.layers) == (1.0, 0.0, 1.0)
 
 
 def test_flops_of_an_undeclared_architecture_are_unknown() -> None:

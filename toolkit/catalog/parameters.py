@@ -5,11 +5,12 @@ Tied weights count once. The tests compare every count with the model that trans
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 from toolkit.arguments import shown
 from toolkit.bounded import OutOfBoundsError, call_bounded
@@ -208,6 +209,51 @@ def lora_layers(config: Mapping[str, Any], target_modules: str | tuple[str, ...]
         before=bool(outside - behind),
         behind=bool(behind),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardShares:
+    """What a backward pass computes of a model some of whose weights are frozen: it ends at the first trained layer.
+
+    Args:
+        inputs: Share of the weights of layers and head whose product has a gradient of its input.
+        weights: Share of them that is trained.
+        layers: Share of the layers that it reaches.
+    """
+
+    inputs: float = 1.0
+    weights: float = 1.0
+    layers: float = 1.0
+
+    @classmethod
+    def of(cls, weights: Iterable[tuple[str, int, bool]]) -> Self:
+        """Return the shares by name, elements and whether it is trained of each weight of a model.
+
+        >>> BackwardShares.of([("embed", 9, False), ("layers.0.w", 4, False), ("layers.1.w", 4, True), ("head", 8, False)])
+        BackwardShares(inputs=0.75, weights=0.25, layers=0.5)
+        """
+        rows = [(_place(name), numel, trained) for name, numel, trained in weights]
+        first = min((place for place, _, trained in rows if trained), default=math.inf)
+        products = [row for row in rows if row[0] >= 0]
+        layers = {place for place, *_ in products if place < math.inf}
+        total = sum(numel for _, numel, _ in products)
+        if not total or not layers:
+            return cls()
+        return cls(
+            inputs=sum(numel for place, numel, _ in products if place >= first) / total,
+            weights=sum(numel for _, numel, trained in products if trained) / total,
+            layers=sum(place >= first for place in layers) / len(layers),
+        )
+
+
+WHOLE = BackwardShares()
+
+
+def _place(name: str) -> float:
+    """Return the layer of a weight: below 0 for an embedding, infinite for what follows the layers."""
+    if numbered := re.search(r"\.(\d+)\.", name):
+        return int(numbered[1])
+    return -1 if re.search(r"emb|wte|wpe", name) and "out" not in name else math.inf
 
 
 def _lora_targets(f: Fields, family: Family, target_modules: str | tuple[str, ...]) -> set[Linear] | None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from toolkit.arguments import checks_arguments
-from toolkit.catalog.parameters import count_parameters
+from toolkit.catalog.parameters import BackwardShares, count_parameters
 from toolkit.catalog.speed import CardSpeed, is_related, speed_of
 from toolkit.cost.engine import EngineTime, Links, engine_time, step_waits
 from toolkit.cost.kernels import as_run
@@ -320,6 +320,11 @@ def _utilization(plan: Plan, traces: Traces, tokens_per_second: float) -> float 
     if plan.job.train.method != "full":
         adapters = {each.name: each.dense_numel for trace in traces for each in trace.parameters if each.trainable}
         products = 4 * active + 6 * sum(adapters.values())
+    elif plan.job.train.freeze:
+        weights = {each.name: each for trace in traces for each in trace.parameters}
+        backward = BackwardShares.of((each.name, each.dense_numel, each.trainable) for each in weights.values())
+        products = round(2 * active * (1 + backward.inputs + backward.weights))
+        scores = round(scores * (1 + 2 * backward.layers) / 3)
     return tokens_per_second * (products + scores) / (peak * plan.grid.world_size)
 
 

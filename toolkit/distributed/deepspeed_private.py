@@ -118,11 +118,16 @@ def full_shape(weight: Tensor) -> tuple[int, ...]:
     return tuple(getattr(weight, "ds_shape", weight.shape))
 
 
+def count_elements(weight: Tensor) -> int:
+    """Count the elements of a whole weight, partitioned or not."""
+    return int(getattr(weight, "ds_numel", weight.numel()))
+
+
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Count a model's parameters, all and trainable ones; a partitioned one counts as a whole."""
     total = trainable = 0
     for weight in model.parameters():
-        count = getattr(weight, "ds_numel", weight.numel())
+        count = count_elements(weight)
         total += count
         trainable += count if weight.requires_grad else 0
     return total, trainable

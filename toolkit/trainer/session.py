@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit.catalog.parameters import BackwardShares
 from toolkit.checkpoint.best import Best
 from toolkit.checkpoint.discovery import remove_leftovers, rotate
 from toolkit.checkpoint.fingerprint import Sources
@@ -18,6 +19,7 @@ from toolkit.checkpoint.layout import checkpoint_name
 from toolkit.checkpoint.save import save
 from toolkit.data.prepare import PreparedData
 from toolkit.data.streaming import StreamLoader
+from toolkit.distributed.deepspeed_private import count_elements
 from toolkit.engine.forward_backward import MicroBatch
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
@@ -81,7 +83,7 @@ class Session:
         self.run, self.data, self.tokenizer, self.reporter = run, data, tokenizer, reporter
         self.plan = run.plan
         self.batches = run.loader(data.train)
-        self.meter = Meter(self.plan, run.memory)
+        self.meter = Meter(self.plan, run.memory, backward=_backward_shares(run))
         self.metrics: MetricsWriter | None = None
         self.written: MetricsWriter | None = None
         self.trackers: Trackers | None = None
@@ -281,3 +283,18 @@ class Session:
             rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit, best=self.best.folder)
         run.agree_to_stop()  # else a stop requested during the save would take another step and save
         self.meter.skip()
+
+
+def _backward_shares(run: Run) -> BackwardShares:
+    """Return what of the backward pass is computed.
+
+    Collectives:
+        With frozen weights, one gather of the weights' names over all ranks: stages have different ones.
+    """
+    if not run.plan.job.train.freeze:
+        return BackwardShares()
+    mine = {name: (count_elements(weight), weight.requires_grad) for name, weight in run.model.named_parameters()}
+    parts: list[Any] = [None] * run.world.size
+    dist.all_gather_object(parts, mine)
+    every = {name: weight for part in parts for name, weight in part.items()}
+    return BackwardShares.of((name, *weight) for name, weight in every.items())
