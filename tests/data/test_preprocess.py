@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from toolkit.config.job import Data
+from toolkit.config.user_code import code_files
 from toolkit.data.prepare import prepare
 from toolkit.data.preview import preview
+from toolkit.dataset_inspection.inspect import peek
 from toolkit.errors import DataError, ToolkitError
 
 CODE = """
@@ -51,7 +53,7 @@ def test_what_it_returns_is_read_and_kept(look: Any, tmp_path: Path, monkeypatch
     assert look("kept") == ["ask 2 say 2<eos>", "ask 3 say 3<eos>"]
     monkeypatch.setattr(sys.modules["my_records"], "kept", lambda record: 1 / 0)  # its file is the same
     assert look("kept", loss_on="completion") == ["ask 2 say 2<eos>", "ask 3 say 3<eos>"]
-    (tmp_path / "my_records.py").write_text(CODE.replace("< 2", "< 3"))
+    (tmp_path / "my_records.py").write_text(CODE.replace("< 2", "< 3.0"))
     sys.modules.pop("my_records")
     importlib.invalidate_caches()
     assert look("kept") == ["ask 3 say 3<eos>"]
@@ -76,3 +78,33 @@ def test_errors_name_the_record_that_a_result_was_made_of(look: Any, write: Any)
     write([{"q": "x" * 90, "a": "y", "score": score} for score in (0, 1, 2)])
     with pytest.raises(DataError, match="record at line 3 has"):
         look("kept", long_rows="refuse")
+
+
+def test_a_check_runs_it_on_one_record_for_the_columns(look: Any, tmp_path: Path) -> None:
+    def checked(name: str, **options: Any) -> tuple[Any, list[str]]:
+        data = Data(train="train.jsonl", preprocess=f"my_records:{name}", **options)
+        facts, problems = peek(data, base=tmp_path, runs_code=True)
+        return facts.format, [problem.code for problem in problems]
+
+    assert checked("kept") == ("prompt_completion", [])
+    assert checked("kept", loss_on="assistant") == ("prompt_completion", ["DATA_LOSS_ON"])
+    assert checked("kept", format="messages")[1] == ["DATA_FORMAT"]
+    assert checked("text")[1] == ["DATA_PREPROCESS"]
+    assert checked("nothing") == (None, [])
+    assert peek(Data(train="train.jsonl", preprocess="my_records:text"), base=tmp_path)[1] == ()
+
+
+def test_modules_beside_it_that_it_imports_count_too(look: Any, tmp_path: Path) -> None:
+    (tmp_path / "my_records.py").write_text(
+        "from my_words import WORD\n" + CODE + "\ndef said(record): return {'text': WORD}\n"
+    )
+    (tmp_path / "my_words.py").write_text("import my_letters\nWORD = my_letters.A * 3\n")
+    (tmp_path / "my_letters.py").write_text("A = 'a'\n")
+    names = ("my_records", "my_words", "my_letters")
+    assert [path.stem for path in code_files("my_records:said")] == list(names)
+    assert look("said") == ["aaa<eos>"] * 4
+    (tmp_path / "my_letters.py").write_text("A = 'bc'\n")
+    for name in names:
+        sys.modules.pop(name)
+    importlib.invalidate_caches()
+    assert look("said") == ["bcbcbc<eos>"] * 4

@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from toolkit.config.job import Job
-from toolkit.config.user_code import code_file
+from toolkit.config.user_code import code_files
 from toolkit.errors import Problem
 
 _OF_DATA = frozenset({"data.train", "data.sources", "data.eval", "data.chat_template", "data.preprocess"})
@@ -175,10 +175,9 @@ def _local(name: str) -> Path:
 
 
 def _files(name: str, key: str = "") -> list[Path]:
-    """Return the files of a data source, or of a function's module, in a fixed order; empty for a source on the hub."""
+    """Return the files of a data source, or of a function's module and those beside it that it imports, in a fixed order; empty for a source on the hub."""
     if key == "data.preprocess":
-        file = code_file(name)
-        return [] if file is None else [file]
+        return code_files(name)
     path = _local(name)
     if path.is_file():
         return [path]

@@ -75,7 +75,7 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
     readable = tokenizer is not None and len(problems) == unread
     data = None
     if job.data is not None:
-        data, found = peek(job.data, template=_chat_template(facts))
+        data, found = peek(job.data, template=_chat_template(facts), runs_code=True)
         problems += found
     problems += output_problems(job.train.output_dir)
     problems += user_code_problems(job)
@@ -99,7 +99,7 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
 
 
 def user_code_problems(job: Job) -> Iterator[Problem]:
-    """Yield a problem for each name of the user's Python that is not found; the modules are not run."""
+    """Yield a problem for each name of the user's Python that is not found, without running its module."""
     for name in job.train.callbacks:
         yield from unfound("train.callbacks", name)
     for key in ("compute_metrics", "compute_loss"):

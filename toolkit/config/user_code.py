@@ -1,4 +1,7 @@
-"""Python of the user's that a job names as `module:name`: found without being run when a job is checked, imported when it trains."""
+"""Python of the user's that a job names as `module:name`: found without being run when a job is checked, imported when it trains.
+
+`toolkit validate` imports `data.preprocess` too, and runs it on one record: columns are those of what it returns.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,33 @@ def code_file(value: str) -> Path | None:
         return None
     origin = None if spec is None or spec.origin is None else Path(spec.origin)
     return origin if origin is not None and origin.is_file() else None
+
+
+def code_files(value: str) -> list[Path]:
+    """Return the file of the named object's module, and those of modules of its folder that it or they import."""
+    first = code_file(value)
+    found: list[Path] = [] if first is None else [first]
+    for file in found:  # which grows
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        for name in _imports(tree):
+            beside = file.with_name(f"{name}.py")
+            if beside not in found and beside.is_file():
+                found.append(beside)
+    return found
+
+
+def _imports(tree: ast.Module) -> list[str]:
+    """Return each part of the names of the modules that a module imports, and of what it imports from them."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names.update((node.module or "").split("."))
+        if isinstance(node, ast.alias):
+            names.update(node.name.split("."))
+    return sorted(names - {"", "*"})
 
 
 def imported(key: str, value: str) -> Any:

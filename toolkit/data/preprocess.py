@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from typing import Any
 import datasets
 import numpy as np
 
-from toolkit.config.user_code import code_file, imported
+from toolkit.config.user_code import code_files, imported
 from toolkit.data.origins import place_of
 from toolkit.dataset_inspection.inspect import SourceFacts
+from toolkit.dataset_inspection.user_function import PREPROCESS, applied, refused
 from toolkit.errors import DataError, first_line
 
-_KEY = "data.preprocess"
 _VERSION = 1  # increased when the files below change
 
 
@@ -27,7 +27,7 @@ def preprocessed(
 ) -> tuple[Any, np.ndarray]:
     """Apply a function of the user's to each record of a source, or open what an earlier call left in `cache_dir`.
 
-    The result depends on the records, on the name of the function and on the text of its module, not of modules that it imports.
+    The result depends on the records, on the name of the function and on the text of its module, and of modules of its folder that it imports.
 
     Args:
         documents: A `Dataset`.
@@ -40,9 +40,8 @@ def preprocessed(
     Raises:
         SpecError: USER_CODE. DataError: DATA_PREPROCESS; DATA_TOO_SMALL, if it leaves no record.
     """
-    function = imported(_KEY, name)
-    file = code_file(name)
-    text = b"" if file is None else file.read_bytes()
+    function = imported(PREPROCESS, name)
+    text = b"\0".join(file.read_bytes() for file in code_files(name))
     parts = (str(_VERSION), documents._fingerprint, name, hashlib.sha256(text).hexdigest())
     folder = cache_dir / f"preprocessed-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}"
     if not folder.is_dir():
@@ -56,14 +55,17 @@ def preprocessed(
                     raise
     rows = np.load(folder / "rows.npy")
     if not len(rows):
-        message, fix = f"{_KEY}={name} leaves none of the records of {source.name}", "Return the records to train on"
+        message, fix = (
+            f"{PREPROCESS}={name} leaves none of the records of {source.name}",
+            "Return the records to train on",
+        )
         raise DataError.of(code="DATA_TOO_SMALL", key=key, message=message, fix=fix)
     try:
         made = datasets.load_dataset(
             "json", data_files=[str(folder / "records.jsonl")], split="train", cache_dir=str(cache_dir)
         )
     except Exception as error:  # as of a file of the user's: the libraries raise dozens of types
-        raise _refused(
+        raise refused(
             name, f"its records of {source.name} are no table: {first_line(error.__cause__ or error)}"
         ) from error
     return made, rows
@@ -80,37 +82,3 @@ def _write(documents: Any, function: Callable[..., Any], name: str, source: Sour
             file.write(json.dumps(made, ensure_ascii=False) + "\n")
             kept.append(index)
     np.save(folder / "rows.npy", np.asarray(kept, np.int64))
-
-
-def applied(
-    function: Callable[..., Any], name: str, record: Mapping[str, Any], place: Callable[[], str]
-) -> dict[str, Any] | None:
-    """Return what a function of the user's makes of a record: one that JSON can hold, or None to leave it out.
-
-    Args:
-        function: The function.
-        name: Its name, for errors.
-        record: The record.
-        place: Returns where it is, for errors.
-    Raises:
-        DataError: DATA_PREPROCESS.
-    """
-    try:
-        made = function(dict(record))
-    except Exception as error:  # the function is the user's
-        what = f"{type(error).__name__}: {first_line(error)}"
-        raise _refused(name, f"it fails at {place()}: {what}") from error
-    if made is None:
-        return None
-    try:
-        if not isinstance(made, Mapping):
-            raise TypeError(f"{type(made).__name__} is neither a dict nor None")
-        json.dumps(dict(made))
-    except (TypeError, ValueError) as error:
-        raise _refused(name, f"what it returns for {place()} cannot be read: {first_line(error)}") from error
-    return dict(made)
-
-
-def _refused(name: str, what: str) -> DataError:
-    fix = "Return a dict of text, numbers, lists and dicts with the same keys for each record, or None to leave it out"
-    return DataError.of(code="DATA_PREPROCESS", key=_KEY, message=f"{_KEY}={name}: {what}", fix=fix)

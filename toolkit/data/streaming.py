@@ -20,12 +20,12 @@ from toolkit.data.formats import Tokeniser
 from toolkit.data.loader import Collate, StepBatch, pinned, prefetch
 from toolkit.data.origins import place_of
 from toolkit.data.packing import PackedDataset
-from toolkit.data.preprocess import applied
 from toolkit.data.sources import Kind, load_source
 from toolkit.data.store import TokenStore
 from toolkit.dataset_inspection.columns import renamed, resolve_layout
 from toolkit.dataset_inspection.inspect import SourceFacts, unread_warning
 from toolkit.dataset_inspection.layouts import Layout, unread_columns
+from toolkit.dataset_inspection.user_function import applied
 from toolkit.errors import DataError, Problem
 from toolkit.modeling.loss import IGNORED
 

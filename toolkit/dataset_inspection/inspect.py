@@ -31,6 +31,7 @@ from toolkit.dataset_inspection.formats import (
     split_of,
 )
 from toolkit.dataset_inspection.layouts import Layout, unread_columns
+from toolkit.dataset_inspection.user_function import head_of
 from toolkit.errors import DataError, Problem, SpecError, ToolkitError, raise_all
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -108,7 +109,7 @@ def unread_warning(name: str, columns: Sequence[str]) -> str:
 
 
 def peek(
-    data: Data, *, base: Path | None = None, template: ChatTemplate | None = None
+    data: Data, *, base: Path | None = None, template: ChatTemplate | None = None, runs_code: bool = False
 ) -> tuple[DatasetFacts, tuple[Problem, ...]]:
     """Inspect the head of every source (1000 records per file), without stopping at the first fault.
 
@@ -116,6 +117,7 @@ def peek(
         data: The job's data section.
         base: Folder that relative paths start from; the working directory if None.
         template: Chat template of the tokenizer, if available; `data.chat_template` takes precedence.
+        runs_code: Whether to run `data.preprocess` on a record of each source, without which the format is not known.
     Returns:
         The facts that could be read, and the problems: DATA_NOT_FOUND, DATA_SUFFIX, DATA_EMPTY, DATA_JSON,
         DATA_SOURCES, PATH_UNREADABLE, DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
@@ -128,7 +130,9 @@ def peek(
     sources: dict[str, list[SourceFacts]] = {"train": [], "eval": []}
     for part in get_args(Part):
         for key, source in data.sources_of(part):
-            facts = _look_at(source, data, key=key, root=root, template=template, problems=problems)
+            facts = _look_at(
+                source, data, key=key, root=root, template=template, problems=problems, runs_code=runs_code
+            )
             if facts is not None:
                 sources[part].append(facts)
     everything = sources["train"] + sources["eval"]
@@ -180,6 +184,7 @@ def _look_at(
     root: Path,
     template: ChatTemplate | None,
     problems: list[Problem],
+    runs_code: bool,
 ) -> SourceFacts | None:
     name, loss_on = source.path, data.loss_of(source)
     path = root / name
@@ -213,9 +218,16 @@ def _look_at(
         key=key,
         loss_on=loss_on,
     )
-    if data.preprocess is not None:  # what it makes of the records is known when they are loaded
-        problems += head.problems
-        return facts
+    if data.preprocess is not None:
+        try:
+            made = head_of(head, data.preprocess, source=name) if runs_code else None
+        except ToolkitError as error:
+            problems += error.problems
+            made = None
+        if made is None:
+            problems += head.problems
+            return facts
+        head = made
     return _facts_of(source, head, facts, data.system_prompt, template=template, problems=problems)
 
 
