@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Self
 
 from toolkit.errors import INTERRUPTED_EXIT_CODE
@@ -35,12 +35,16 @@ class EstimateSession:
         self.as_json, self._cached = as_json, cached
         self._process = TraceProcess(_answer_questions) if is_of_use() else None
         self._estimator: Estimator | None = None
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        """Let Ctrl-C end the command at once from here on."""
+        self._stack.enter_context(_left_at_once())
         return self
 
     def __exit__(self, *_: object) -> None:
         """End the processes that make traces."""
+        self._stack.close()
         if self._estimator is not None:
             self._estimator.close()
         if self._process is not None:
@@ -55,7 +59,7 @@ class EstimateSession:
         if not gc.isenabled():  # many traces leave garbage, of which the modules that are imported are no part
             gc.freeze()
             gc.enable()
-        with _left_at_once(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             # Libraries warn each other of their next versions, which the user cannot fix.
             warnings.simplefilter("ignore", FutureWarning)
             if self.as_json or not sys.stderr.isatty():
@@ -88,7 +92,7 @@ def _left_at_once() -> Iterator[None]:
     """Let Ctrl-C end the process at once: an estimate has nothing to save.
 
     An exception would be raised amid the imports of torch and transformers, which mistake it for a missing package, or
-    crash in C++.
+    crash in C++, or in pydantic, which mistakes it for a wrong schema.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
