@@ -38,7 +38,10 @@ def plan_with(folder, kind, length):
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
-@pytest.mark.parametrize("architecture", ROTARY)
+@pytest.mark.parametrize(
+    "architecture",
+    [name if name in ("llama", "mixtral") else pytest.param(name, marks=pytest.mark.full) for name in ROTARY],
+)
 def test_transformers_computes_the_scaled_frequencies(tmp_path, architecture, kind):
     """As from a config.json with the keys that transformers documents, from a folder and from its config.json alone."""
     wide = {"gpt_neox": {"rotary_pct": 1.0}, "mixtral": {"head_dim": None}}  # pairs of dimensions that NTK can scale

@@ -52,9 +52,9 @@ def endpoint() -> Iterator[str]:
 
 # In a process of its own: huggingface_hub reads its environment on import.
 ASK = """
-import json, sys
+import json, os, sys
 from pathlib import Path
-from toolkit.data.sources import load_documents
+from toolkit.data.sources import load_documents, load_source
 from toolkit.errors import ToolkitError
 from toolkit.dataset_inspection.inspect import check_data
 from toolkit.config.job import Data
@@ -66,6 +66,11 @@ for revision in json.loads(sys.argv[1]):
     try:
         train = load_documents(data, check_data(data), seed=0, cache_dir=Path(sys.argv[2])).train.documents
         found.append(train["text"][:])
+        if "HF_ENDPOINT" in os.environ:  # a stream is of the hub itself
+            [(key, source)] = data.sources_of("train")
+            facts = check_data(data).train[0]
+            stream = load_source(facts, source, key=key, cache_dir=Path(sys.argv[2]), streaming=True)
+            assert [record["text"] for record in stream] == found[-1]
     except ToolkitError as error:
         found.append([*error.codes, str(error)])
 print(json.dumps(found))

@@ -51,7 +51,9 @@ def drawn(position: Position, number: int) -> list[dict[str, np.ndarray]]:
     return [position.row() for _ in range(number)]
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "dp_size", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)]
+)
 def test_each_epoch_has_every_document_once_over_all_ranks(tmp_path, tokenizer, dp_size):
     """Two files: the ranks share them by file where they divide, else by record."""
     source = [written(tmp_path / f"{name}.jsonl", records(24, name)) for name in "ab"]
@@ -89,7 +91,13 @@ def test_rows_are_those_of_the_whole_set_in_its_order(tmp_path, tokenizer, packi
 
 @pytest.mark.parametrize(
     ("packing", "kind"),
-    [("none", "jsonl"), ("wrapped", "parquet"), ("separated", "saved"), ("separated", "jsonl"), ("none", "parquet")],
+    [
+        ("wrapped", "parquet"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("none", "jsonl"), ("separated", "saved"), ("separated", "jsonl"), ("none", "parquet"))
+        ),
+    ],
 )
 def test_a_position_goes_on_exactly(tmp_path, tokenizer, packing, kind):
     """At many places, over the end of an epoch, with two sources of other lengths."""
@@ -181,5 +189,13 @@ def test_records_that_cannot_be_used_are_named(tmp_path, tokenizer):
     with pytest.raises(DataError) as caught:
         stream(tmp_path, tokenizer, train=written(tmp_path / "late.jsonl", late))
     assert caught.value.codes == ("DATA_TYPE",)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(
+        "".join(json.dumps(row) + "\n" for row in records(1500)) + "{oops\n"
+    )  # past what is looked at first
+    with pytest.raises(DataError) as caught:
+        drawn(Position(stream(tmp_path, tokenizer, train=str(broken)).train, dp_rank=0, dp_size=1), 9000)
+    assert caught.value.codes == ("DATA_JSON",)
+    assert "line 1501" in str(caught.value)
     short = stream(tmp_path, tokenizer, train=source, packing="none", loss_on="completion", long_rows="drop").train
     assert Position(short, dp_rank=0, dp_size=1).row()["input_ids"].size

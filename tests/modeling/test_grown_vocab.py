@@ -36,6 +36,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "lora": {"train": LORA},
     "lora-zero3": {"train": LORA, "parallel": {"zero_stage": 3}},
     "lora-ddp": {"train": LORA, "parallel": {"zero_stage": None, "strategy": "ddp"}},
+    "qlora": {"train": {**LORA, "method": "qlora", "precision": "bf16"}},
     "lora-fsdp2": {"train": LORA, "parallel": {"zero_stage": None, "strategy": "fsdp2"}},
 }
 
@@ -105,6 +106,8 @@ def _train(rank: int, root: str) -> None:
 def test_every_strategy_trains_and_exports_the_grown_model(root, tmp_path):
     run_distributed(_train, 2, str(root))
     curves = {name: curve(root / name) for name in STRATEGIES}
+    assert len(curves.pop("qlora")) == 3  # in other precision
+    assert export(root / "qlora" / "checkpoint-3", tmp_path / "qlora").logits_difference < 5e-2
     for name, found in curves.items():
         reference = curves["lora" if name.startswith("lora") else "zero2"]
         for step, (loss, *_) in found.items():

@@ -328,7 +328,7 @@ def load_source(source: SourceFacts, wanted: EvalSource, *, key: str, cache_dir:
     except DataError:
         raise
     except Exception as error:  # the libraries raise dozens of types here, all of which mean that it cannot be read
-        raise DataError(_load_problem(source, error, key=key)) from error
+        raise DataError(load_problem(source, error, key=key)) from error
 
 
 def _csv_options(columns: Sequence[str]) -> dict[str, Any]:
@@ -379,7 +379,8 @@ def _load_hub(source: EvalSource, *, key: str, split: str, streaming: bool) -> A
     return documents
 
 
-def _load_problem(source: SourceFacts, error: Exception, *, key: str) -> Problem:
+def load_problem(source: SourceFacts, error: Exception, *, key: str) -> Problem:
+    """Return the problem of a source that cannot be read: DATA_HUB, DATA_JSON or DATA_READ."""
     cause = error.__cause__ or error
     reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:500]
     if source.kind == "hub":

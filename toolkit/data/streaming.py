@@ -20,7 +20,7 @@ from toolkit.data.formats import Tokeniser
 from toolkit.data.loader import Collate, StepBatch, pinned, prefetch
 from toolkit.data.origins import place_of
 from toolkit.data.packing import PackedDataset
-from toolkit.data.sources import Kind, load_source
+from toolkit.data.sources import Kind, load_problem, load_source
 from toolkit.data.store import TokenStore
 from toolkit.dataset_inspection.columns import renamed, resolve_layout
 from toolkit.dataset_inspection.inspect import SourceFacts, unread_warning
@@ -74,10 +74,10 @@ def open_source(
     """Return a source after a look at its first records, and the warning of what of them is not read.
 
     Raises:
-        DataError: DATA_HUB, DATA_REVISION, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_PREPROCESS, DATA_TOO_SMALL.
+        DataError: DATA_HUB, DATA_REVISION, DATA_JSON, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_PREPROCESS, DATA_TOO_SMALL.
     """
     dataset = load_source(facts, wanted, key=key, cache_dir=cache_dir, streaming=True)
-    first = list(islice(dataset, _READ))
+    first = _taken(iter(dataset), facts, key=key)
     head = [record for _, record in _changed(first, data.preprocess, partial(place_of, facts))]
     if not head:
         message = f"{facts.name}: none of its first {_READ} records is to be trained on"
@@ -98,6 +98,18 @@ def open_source(
         preprocess=data.preprocess,
     )
     return source, [unread_warning(facts.name, unread)] if unread else []
+
+
+def _taken(records: Iterator[dict[str, Any]], source: SourceFacts, *, key: str) -> list[dict[str, Any]]:
+    """Read the next records of a source; fewer at its end.
+
+    Raises:
+        DataError: DATA_HUB, DATA_JSON, DATA_READ.
+    """
+    try:
+        return list(islice(records, _READ))
+    except Exception as error:  # as in `load_source`, what reads them raises dozens of types
+        raise DataError(load_problem(source, error, key=key)) from error
 
 
 def _changed(
@@ -213,7 +225,7 @@ class Position:
         """Return the next row with a token in the loss.
 
         Raises:
-            DataError: DATA_TYPE, DATA_LONG_ROWS, DATA_VOCAB, DATA_PREPROCESS, of a record; DATA_TOO_SMALL, if the data make no row.
+            DataError: DATA_HUB, DATA_JSON, DATA_READ; DATA_TYPE, DATA_LONG_ROWS, DATA_VOCAB, DATA_PREPROCESS, of a record; DATA_TOO_SMALL, if the data make no row.
         """
         make: dict[Packing, Callable[[], Row]] = {
             "wrapped": self._wrapped,
@@ -238,7 +250,7 @@ class Position:
         iterator = self._iterators[number]
         if iterator is None:
             iterator = self._iterators[number] = iter(self._sets[number])
-        taken = list(islice(iterator, _READ))
+        taken = _taken(iterator, source.facts, key=source.key)
         self._done[number] = len(taken) < _READ
         first = self._read[number]
         self._read[number] += len(taken)
