@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import PlanError, SpecError
 from toolkit.planner.lines import describe_layout, format_hours, format_usd
-from toolkit.planner.options import Found, Option, pareto_front, raise_if_invalid, recommend
+from toolkit.planner.options import AS_FAST, Found, Option, pareto_front, raise_if_invalid, recommend
 from toolkit.planner.question import Question
 from toolkit.planner.rates import scaling_rules
 from toolkit.planner.rows import COLUMNS, RIGHT, Row, nearly_dict, nearly_line
@@ -295,7 +295,7 @@ def _one_of_each_cluster(options: list[Option]) -> list[Option]:
 def _reason(question: Question) -> str:
     """Return by what a row is recommended."""
     if not question.seeks_cluster:
-        return "the fastest"
+        return f"the least memory within {AS_FAST - 1:.0%} of the fastest"
     if question.deadline_hours is not None:
         return f"the cheapest within {question.deadline_hours:g} hours"
     return "the least hours × USD" if question.budget_usd is None else f"the fastest within {question.budget_usd:g} USD"
