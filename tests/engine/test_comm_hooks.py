@@ -26,7 +26,8 @@ from ranks import leave_group, run_distributed
 from tiny_plans import step_batches
 from torch.nn import functional
 
-from tests.engine.test_torch_engine import save_and_resume
+import toolkit as tk
+from tests.engine.test_torch_engine import losses
 from toolkit.checkpoint.compatibility import layout_problems
 from toolkit.modeling.build import build_model
 from toolkit.planning.plan import Plan
@@ -69,7 +70,19 @@ DEFAULT = ("view", "bf16", "hierarchical", "power_sgd", "top_k")
 
 def run_all(rank: int, courses: Any, plans: dict[str, Plan], folder: Path) -> tuple[Any, Any]:
     leave_group()
-    return train_all(rank, courses), save_and_resume(rank, plans, folder)
+    return train_all(rank, courses), {name: resumed(plan, folder / name) for name, plan in plans.items()}
+
+
+def resumed(plan: Plan, folder: Path) -> dict[str, list[float]]:
+    """The losses of two steps after those in which something was not sent, straight on and resumed."""
+    before = START + 1
+    with tk.initialize(plan) as run:
+        losses(run, start=0, count=before)
+        tk.save(run, folder)
+        straight = losses(run, start=before, count=2)
+    with tk.initialize(plan) as run:
+        tk.load(run, folder)
+        return {"straight": straight, "resumed": losses(run, start=before, count=2)}
 
 
 @pytest.fixture(scope="module")
