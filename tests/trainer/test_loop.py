@@ -179,6 +179,14 @@ def _watch(root: Path, results: dict[str, Any], name: str, **sections: Any) -> N
     results[name] += [_run(root, f"{name}-parts", resume="latest", **sections)]
 
 
+def _name_sets(root: Path, results: dict[str, Any], name: str, **sections: Any) -> None:
+    """A run with two validation sets, whole and in two parts."""
+    data = str(root / "data.jsonl")
+    sections |= {"train": NAMED, "data": {"eval": {"short": {"path": data, "max_rows": 8}, "all": data}}}
+    results[name] = [_run(root, name, **sections), _run(root, f"{name}-parts", stop_after=2, **sections)]
+    results[name] += [_run(root, f"{name}-parts", resume="latest", **sections)]
+
+
 def _check_watched(root: Path, results: dict[str, Any], name: str) -> None:
     whole, again, _, second = results[name]
     assert isinstance(whole, TrainResult), whole
@@ -248,13 +256,7 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     results["windows-first"] = _run(root, "window-parts", stop_after=4, train=windows)
     results["windows-second"] = _run(root, "window-parts", resume="checkpoint-4", train=windows)
     _watch(root, results, "watched")
-    named = {
-        "train": NAMED,
-        "data": {"eval": {"short": {"path": str(root / "data.jsonl"), "max_rows": 8}, "all": str(root / "data.jsonl")}},
-    }
-    results["named"] = [_run(root, "named", **named)]
-    results["named"] += [_run(root, "named-parts", stop_after=2, **named)]
-    results["named"] += [_run(root, "named-parts", resume="latest", **named)]
+    _name_sets(root, results, "named")
     thread = threading.Thread(target=lambda: results.update(thread=_run(root, "thread", train={"max_steps": 3})))
     thread.start()
     thread.join()
@@ -415,19 +417,23 @@ def test_the_best_checkpoint_stays_and_a_run_ends_early(root: Path, results: dic
 
 
 def test_named_validation_sets_have_metrics_of_their_own(root: Path, results: dict[str, Any]) -> None:
-    whole, _, second = results["named"]
-    assert isinstance(second, TrainResult), results["named"]
-    for folder in ("named", "named-parts"):
+    _check_named(root, results, "named")
+
+
+def _check_named(root: Path, results: dict[str, Any], name: str) -> None:
+    whole, _, second = results[name]
+    assert isinstance(second, TrainResult), results[name]
+    for folder in (name, f"{name}-parts"):
         evaluated = [record for record in records(root / folder) if "eval_short_loss" in record]
         for record in evaluated:
             assert record.keys() == {"step", "eval_seconds"} | {
-                f"eval_{name}_{metric}" for name in ("short", "all") for metric in ("loss", "nll", "accuracy")
+                f"eval_{held}_{metric}" for held in ("short", "all") for metric in ("loss", "nll", "accuracy")
             }
             assert record["eval_all_nll"] == pytest.approx(record["eval_all_loss"], rel=1e-5)
             assert record["eval_short_loss"] != record["eval_all_loss"]
     best = min(evaluated[1:], key=lambda record: record["eval_short_loss"])["step"]
     assert [result.best_checkpoint.name for result in (whole, second)] == [f"checkpoint-{best}"] * 2
-    assert curve(root / "named-parts") == curve(root / "named")
+    assert curve(root / f"{name}-parts") == curve(root / name)
 
 
 WATCHED_UNDER = {
@@ -452,6 +458,22 @@ def test_evaluations_decide_under_every_strategy(root: Path) -> None:
     assert first == second
     for name in WATCHED_UNDER:
         _check_watched(root, first, name)
+
+
+def _all_named(rank: int, root_name: str) -> dict[str, Any]:
+    root, results = Path(root_name), {}
+    find_beside(root / "job.yaml")
+    for name in ("fsdp2", "pipeline"):
+        _name_sets(root, results, f"named-{name}", parallel=WATCHED_UNDER[name])
+    return results
+
+
+@pytest.mark.full
+def test_named_sets_under_other_strategies(root: Path) -> None:
+    first, second = run_distributed(_all_named, 2, str(root))
+    assert first == second
+    for name in ("fsdp2", "pipeline"):
+        _check_named(root, first, f"named-{name}")
 
 
 def test_a_run_outside_the_main_thread(root: Path, results: dict[str, Any]) -> None:
