@@ -125,8 +125,8 @@ def test_a_position_goes_on_exactly(tmp_path, tokenizer, packing, kind):
 
 
 def test_a_loader_holds_the_place_of_the_step_that_was_taken(tmp_path, tokenizer):
-    """Not of the one that the thread has fetched ahead, and a second iteration goes on."""
-    train = stream(tmp_path, tokenizer, train=written(tmp_path / "a.jsonl", records(40))).train
+    """Not of the one that the thread has fetched ahead, and a second iteration goes on; most of the file is still to be read."""
+    train = stream(tmp_path, tokenizer, train=written(tmp_path / "a.jsonl", records(400))).train
 
     def loader(num_steps: int, state: Any = None) -> StreamLoader:
         return StreamLoader(
@@ -140,15 +140,25 @@ def test_a_loader_holds_the_place_of_the_step_that_was_taken(tmp_path, tokenizer
             state=state,
         )
 
-    whole = [step[1]["input_ids"].tolist() for step in loader(6)]
-    broken, seen = loader(6), []
-    assert len(broken) == 6
+    whole = [step[1]["input_ids"].tolist() for step in loader(20)]
+    broken, seen = loader(20), []
+    assert len(broken) == 20
     for step in broken:
         seen.append(step[1]["input_ids"].tolist())
         if len(seen) == 3:
             break
-    resumed = [step[1]["input_ids"].tolist() for step in loader(3, broken.state())]
+    state = loader(17, broken.state()).state()  # saved again before a record is read
+    resumed = [step[1]["input_ids"].tolist() for step in loader(17, state)]
     assert seen + resumed == whole
+    chained, state = [], None
+    for left in range(20, 0, -4):  # each loader resumes the one before
+        part = loader(left, state)
+        for number, step in enumerate(part):
+            chained.append(step[1]["input_ids"].tolist())
+            if number == 3:
+                break
+        state = part.state()
+    assert chained == whole
     assert seen + [step[1]["input_ids"].tolist() for step in broken] == whole
 
 

@@ -206,6 +206,8 @@ class Position:
         self._rows, self._rank, self._size = rows, dp_rank, dp_size
         self._sets = [split_dataset_by_node(source.dataset, dp_rank, dp_size) for source in rows.sources]
         self._iterators: list[Iterator[dict[str, Any]] | None] = [None] * len(self._sets)
+        # Where sources go on that have not been read since a resume: datasets' state_dict says their beginning until then.
+        self._resumed: list[dict[str, Any] | None] = [None] * len(self._sets)
         self._random = np.random.PCG64(np.random.SeedSequence([rows.seed, _STREAM + dp_rank]))
         self.epoch = 0
         self.documents: list[Piece] = []
@@ -251,6 +253,7 @@ class Position:
         if iterator is None:
             iterator = self._iterators[number] = iter(self._sets[number])
         taken = _taken(iterator, source.facts, key=source.key)
+        self._resumed[number] = None
         self._done[number] = len(taken) < _READ
         first = self._read[number]
         self._read[number] += len(taken)
@@ -300,7 +303,7 @@ class Position:
         self.epoch += 1
         self._found = self._turn = 0
         self._done, self._read = [False] * len(self._sets), [0] * len(self._sets)
-        self._iterators = [None] * len(self._sets)
+        self._iterators, self._resumed = [None] * len(self._sets), [None] * len(self._sets)
         for dataset in self._sets:
             dataset.set_epoch(self.epoch)
 
@@ -346,7 +349,7 @@ class Position:
     def snapshot(self) -> dict[str, Any]:
         """Return what a resume needs; documents are not copied."""
         return {
-            "sources": [None if each is None else self._sets[at].state_dict() for at, each in enumerate(self._iterators)],
+            "sources": [None if each is None else self._resumed[at] or self._sets[at].state_dict() for at, each in enumerate(self._iterators)],
             "counts": [self.epoch, self._turn, self._barren, self._found],
             "done": list(self._done),
             "read": list(self._read),
@@ -364,7 +367,7 @@ class Position:
             dataset.set_epoch(self.epoch)
             if place is not None:
                 dataset.load_state_dict(place)
-                self._iterators[number] = iter(dataset)
+                self._iterators[number], self._resumed[number] = iter(dataset), place
         ends = np.cumsum(state["lengths"].numpy())[:-1]
         parts = (np.split(state[name].numpy(), ends) for name in ("tokens", "targets"))
         pieces = iter(list(zip(*parts, strict=True)) if len(state["lengths"]) else [])
