@@ -301,7 +301,7 @@ def _construct_pruned(
         whole = whole_model(spec, config)
         layers: Any = whole.model.get_submodule(whole.prefix)
         own_layers: Any = nn.ModuleList(layers[index] for chunk in part.chunks for index in chunk)
-        again = layers_to_checkpoint(own_layers, fraction=spec.checkpointing)
+        again = layers_to_checkpoint(own_layers, fraction=spec.checkpointing, every=spec.checkpoint_every)
         empty, stacks, small, few = whole.part(part, checkpointed=again)
         return empty, _Pruned(stacks=stacks, checkpointed=few, part=small)
     own = configured(spec, config)
