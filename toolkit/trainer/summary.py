@@ -27,19 +27,22 @@ def describe_data(data: PreparedData) -> str:
         parts.append(f"{left_out:,} documents and {report.dropped_sequences:,} sequences dropped")
     if report.padding_fraction:
         parts.append(f"{report.padding_fraction:.0%} padding")
-    parts += [
-        f"{len(held):,} sequences to validate on{f' as {name}' if name else ''}"
-        for name, held in data.validation.items()
-    ]
-    return "\n".join(("; ".join(parts), *(f"warning: {warning}" for warning in data.warnings)))
+    return _with_validation(data, parts)
 
 
 def _describe_stream(data: PreparedData, rows: StreamedRows) -> str:
     names = ", ".join(source.facts.name for source in rows.sources)
     said = f"data: streamed from {names}, {data.format}, shuffled among {rows.shuffle_buffer:,} documents of each rank"
-    if data.eval is not None:
-        said += f"; {len(data.eval):,} sequences to validate on"
-    return "\n".join((said, *(f"warning: {warning}" for warning in data.warnings)))
+    return _with_validation(data, [said])
+
+
+def _with_validation(data: PreparedData, parts: list[str]) -> str:
+    """Return the parts of a line with the validation sets, and the warnings below it."""
+    sets = [
+        f"{len(held):,} sequences to validate on{f' as {name}' if name else ''}"
+        for name, held in data.validation.items()
+    ]
+    return "\n".join(("; ".join([*parts, *sets]), *(f"warning: {warning}" for warning in data.warnings)))
 
 
 def describe_model(run: Run, *, seconds: float) -> str:
