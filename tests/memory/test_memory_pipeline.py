@@ -78,6 +78,7 @@ def test_a_rank_holds_what_the_engines_own_loop_shows(tmp_path, monkeypatch, nam
         pytest.param("gemma3_text", "plain", (range(7),), marks=pytest.mark.full),
         ("gemma3_text", "plain", (range(2, 3), range(4, 14))),
         pytest.param("llama", "half of the layers checkpointed", (range(6),), marks=pytest.mark.full),
+        ("llama", "every second layer", (range(1, 4),)),
     ],
 )
 def test_few_layers_of_a_stage_give_what_all_give(name, way, chunks):
