@@ -115,6 +115,7 @@ TOLD: dict[str, Pair] = {
         for name in ("1f1b", "gpipe")
     ),
     "parallel.ddp.bucket_cap_mb": tuple(_torch("ddp", ddp={"bucket_cap_mb": size}) for size in (10, 50)),
+    "parallel.fsdp2.dp_replicate_size": (_torch("fsdp2"), _torch("fsdp2", fsdp2={"dp_replicate_size": 2})),
     "parallel.fsdp2.reshard_after_forward": (
         _torch("fsdp2"),
         _torch("fsdp2", fsdp2={"reshard_after_forward": False}),
@@ -137,6 +138,9 @@ REFUSED: dict[str, Pair] = {
     "cluster.gpus_per_node": ({}, {"ranks": 1, "train": {"gradient_accumulation_steps": 4}}),
     "parallel.zero_stage": ({}, {"parallel": {"zero_stage": 1}}),
     "parallel.strategy": (_torch("ddp"), _torch("fsdp2")),
+    "parallel.fsdp2.dp_replicate_size": tuple(
+        {"train": {"optimizer": "adamw_8bit"}, **_torch("fsdp2", fsdp2={"dp_replicate_size": size})} for size in (1, 2)
+    ),
     "train.method": ({}, {"train": {"method": "lora"}}),
     "train.optimizer": ({}, {"train": {"optimizer": "adamw_torch"}}),
     "train.weight_decay": ({}, {"train": {"weight_decay": 0.1}}),

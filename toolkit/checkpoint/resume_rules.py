@@ -58,6 +58,12 @@ def _lora(name: str) -> Callable[[Plan], Any]:
     return lambda plan: getattr(plan.job.train.adapters, name)
 
 
+def _keeps_own_rows(now: Plan, then: Plan) -> bool:
+    """Return whether each rank saves the optimizer's state of its own rows, as bitsandbytes' under FSDP2 (engine/torch_engine.py)."""
+    is_fsdp2 = now.job.parallel.strategy == then.job.parallel.strategy == "fsdp2"
+    return is_fsdp2 and _optimizer_is("adamw_8bit", "lion")(now, then)
+
+
 def _of_sources(plan: Plan) -> Any:
     """Return all of a plan's sources but their paths, which are compared by content."""
     sources = () if plan.job.data is None else plan.job.data.sources or ()
@@ -213,9 +219,13 @@ RULES: dict[str, Rule] = {
     **_with_hook("power_sgd", "power_sgd_start_step", of="start_step"),
     **_with_hook("top_k", "top_k_ratio", of="sent_ratio"),
     **_with_hook("power_sgd", "power_sgd_rank", of="rank_of_products", refuses=True),
-    **_options(
-        "fsdp2", "reshard_after_forward dp_replicate_size reduce_dtype cpu_offload"
-    ),  # the files fit any sharding
+    **_options("fsdp2", "reshard_after_forward reduce_dtype cpu_offload"),
+    "parallel.fsdp2.dp_replicate_size": replace(  # other files fit any sharding
+        _REFUSED,
+        counts=_same_strategy,
+        fits=lambda now, then: not _keeps_own_rows(now, then),
+        value=lambda plan: plan.job.parallel.fsdp2_options.dp_replicate_size,
+    ),
     "parallel.zero_stage": replace(_REFUSED, counts=_same_strategy),  # else the strategy is the cause
     "train.precision": replace(
         _REFUSED,  # fp8 affects the products alone, not the saved state
@@ -256,8 +266,9 @@ RULES: dict[str, Rule] = {
     "train.momentum": replace(
         _REFUSED,
         why="its optimizer state is for that one",
-        counts=_optimizer_is("sgd"),
-        fits=lambda now, then: bool(now.job.train.momentum) == bool(then.job.train.momentum),
+        counts=_optimizer_is("sgd", "muon"),
+        value=lambda plan: plan.job.train.used_momentum,
+        fits=lambda now, then: bool(now.job.train.used_momentum) == bool(then.job.train.used_momentum),
     ),
     "parallel.offload": replace(_REFUSED, fits=_same_devices),
     "parallel.offload_ratio": replace(_REFUSED, counts=lambda now, then: now.profile.partial and then.profile.partial),

@@ -475,6 +475,12 @@ class Train(Section):
         return said.share if isinstance(said, GradientCheckpointing) else said
 
     @property
+    def used_momentum(self) -> float:
+        """Momentum of the optimizer: Muon's is torch's default when left out (optim/_muon.py)."""
+        left_out = self.optimizer == "muon" and "momentum" not in self.model_fields_set
+        return 0.95 if left_out else self.momentum
+
+    @property
     def changes_base(self) -> bool:
         """Whether adapters begin as a part of the weights that they are added to."""
         return self.method != "full" and self.adapters.init_lora_weights == "pissa"

@@ -32,7 +32,7 @@ def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.op
     """
     train, rate = plan.job.train, plan.settings.learning_rate
     if train.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=train.momentum or 0.0, weight_decay=train.weight_decay)
+        return torch.optim.SGD(groups, lr=rate, momentum=train.momentum, weight_decay=train.weight_decay)
     betas = (train.adam_beta1, train.adam_beta2)
     on_host = plan.job.parallel.fsdp2_options.cpu_offload
     if train.optimizer == "adafactor":
@@ -51,7 +51,7 @@ def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.op
     if train.optimizer == "adamw_8bit":
         return _in_parts(_bitsandbytes(plan).AdamW8bit)(groups, **options)  # type: ignore[no-any-return]
     if train.optimizer == "muon":
-        return MuonWithAdamW(groups, model, momentum=train.momentum or 0.95, **options)
+        return MuonWithAdamW(groups, model, momentum=train.used_momentum, **options)
     return torch.optim.AdamW(groups, **options, fused=True if on_host else None)  # one pass over the state in RAM
 
 
