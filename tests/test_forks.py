@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit import forks
 from toolkit.forks import Fork, ForkEndedError, call_spread, num_cores
 
 
@@ -117,3 +118,13 @@ def is_running(pid: int) -> bool:
 
 def test_there_is_a_core() -> None:
     assert 1 <= num_cores() <= (os.cpu_count() or 1)
+
+
+def test_forks_are_of_use_with_a_second_core_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "num_cores", lambda: 2)
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    assert not forks.is_of_use()
+    monkeypatch.delitem(sys.modules, "torch")
+    assert forks.is_of_use()
+    monkeypatch.setattr(forks, "num_cores", lambda: 1)
+    assert not forks.is_of_use()

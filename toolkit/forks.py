@@ -92,6 +92,11 @@ def end_with(parent: int) -> None:
             os._exit(0)
 
 
+def is_of_use() -> bool:
+    """Return whether forks of this process make it faster: there is a second core, and no threads of torch yet, so that they are safe."""
+    return sys.platform == "linux" and num_cores() > 1 and "torch" not in sys.modules
+
+
 def call_spread(calls: Sequence[Callable[[], T]], *, processes: int) -> list[T]:
     """Call functions in this process and in forks of it at the same time, and return their values in order.
 

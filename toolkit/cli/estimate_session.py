@@ -30,7 +30,8 @@ class EstimateSession:
     """
 
     def __init__(self, *, as_json: bool, cached: bool = True) -> None:
-        from toolkit.memory.search.trace_process import TraceProcess, is_of_use
+        from toolkit.forks import is_of_use
+        from toolkit.memory.search.trace_process import TraceProcess
 
         self.as_json, self._cached = as_json, cached
         self._process = TraceProcess(_answer_questions) if is_of_use() else None

@@ -13,8 +13,7 @@ import pytest
 
 from toolkit.config.job import Job
 from toolkit.memory.scenario import Scenario
-from toolkit.memory.search import trace_process
-from toolkit.memory.search.trace_process import ProcessEndedError, TraceProcess, is_of_use
+from toolkit.memory.search.trace_process import ProcessEndedError, TraceProcess
 from toolkit.memory.search.tracing import answer_questions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are used on Linux alone")
@@ -78,13 +77,3 @@ def test_one_that_was_killed_is_found_ended(process: TraceProcess) -> None:
     for key in ("a", "b"):
         with pytest.raises(ProcessEndedError):
             process.answer(True, key, question(1))
-
-
-def test_it_is_of_use_with_a_second_core_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_process, "num_cores", lambda: 2)
-    assert "torch" in sys.modules
-    assert not is_of_use()
-    monkeypatch.delitem(sys.modules, "torch")
-    assert is_of_use()
-    monkeypatch.setattr(trace_process, "num_cores", lambda: 1)
-    assert not is_of_use()

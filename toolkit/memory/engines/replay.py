@@ -77,6 +77,7 @@ class EngineReplay(ABC):
         self.by_name = {parameter.name: parameter for parameter in trace.parameters}
         self._workspace_bytes = workspace_bytes
         self._joined: dict[int, Sequence[ResolvedEvent]] = {}  # the trace keeps the events alive
+        self._added: dict[int, tuple[set[str], Sequence[ResolvedEvent]]] = {}
         self._accumulated: set[str] = set()
         self._reduced = False  # whether a backward pass of this step has left its gradients in partitions
         self._sent: deque[_Sent] = deque()
@@ -129,9 +130,30 @@ class EngineReplay(ABC):
             self._joined[id(events)] = join(marks)
         return self._joined[id(events)]
 
+    def _adding(self, events: Sequence[ResolvedEvent]) -> Sequence[ResolvedEvent]:
+        """Return a pass of a pipeline as one run if the step keeps all its gradients until the end, and has them already.
+
+        Most micro-batches of a step are such passes: each gradient is added to the one that is there, and freed.
+        """
+        if self.course is None or not self.course.reduces_once or type(self).module is not EngineReplay.module:
+            return self._read(events)
+        if id(events) not in self._added:
+            names: set[str] = set()
+            runs: list[ResolvedEvent] = []
+            for placed in self._read(events):
+                if isinstance(placed.event, Run):
+                    runs.append(placed)
+                    continue
+                size = in_blocks(placed.event.size)
+                names.add(placed.name)
+                runs.append(ResolvedEvent(Run(size, (("gradients", size),), ())))
+            self._added[id(events)] = names, join(runs)
+        needed, joined = self._added[id(events)]
+        return joined if needed <= self._accumulated else self._read(events)
+
     def _replay(self, events: Sequence[ResolvedEvent]) -> None:
         apply, account = self.account.apply, self.account
-        for placed in self._read(events):
+        for placed in self._adding(events):
             event = placed.event
             if isinstance(event, Run):
                 apply(event)

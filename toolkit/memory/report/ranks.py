@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import TypeVar
 
 from toolkit.config.job import Strategy
+from toolkit.forks import ForkEndedError, call_spread, is_of_use, num_cores
 from toolkit.memory.engines.bf16 import Bf16
 from toolkit.memory.engines.ddp import Ddp
 from toolkit.memory.engines.fsdp2 import Fsdp2
@@ -27,6 +29,10 @@ from toolkit.topology.grid import Coordinate, Grid
 
 # Ranks differ only in the gradients in their partition; at most this many sizes are distinguished, each rounded up.
 MAX_RANK_KINDS = 8
+# Stages whose replays take longer than a fork.
+LEAST_SPREAD = 4
+
+T = TypeVar("T")
 
 
 def choose_engine(settings: EngineSettings, strategy: Strategy = "zero") -> Callable[..., EngineReplay]:
@@ -44,15 +50,23 @@ def phases_of_ranks(
     plan: Plan, traces: Traces, settings: EngineSettings, *, evaluation: bool = False
 ) -> dict[tuple[int, int], dict[str, PhaseReport]]:
     """Return the peak of each phase by pipeline and data-parallel rank; for an evaluation, of its own phases."""
-    replayed: dict[tuple[int, StepProgram | None], dict[int, dict[str, PhaseReport]]] = {}
-    found: dict[tuple[int, int], dict[str, PhaseReport]] = {}
-    for pp_rank, events in enumerate(traces):
-        # Equal stages in the middle with equal programs need the same.
-        key = id(events), _course(plan, pp_rank, evaluation=evaluation)
-        if key not in replayed:
-            replayed[key] = _phases_of_stage(plan, events, settings, key[1])
-        found |= {(pp_rank, dp): dict(phases) for dp, phases in replayed[key].items()}
-    return found
+    # Equal stages in the middle with equal programs need the same.
+    keys = [(id(events), _course(plan, pp_rank, evaluation=evaluation)) for pp_rank, events in enumerate(traces)]
+    calls = {
+        key: partial(_phases_of_stage, plan, events, settings, key[1]) for key, events in zip(keys, traces, strict=True)
+    }
+    replayed = dict(zip(calls, _called(list(calls.values())), strict=True))
+    return {(pp_rank, dp): dict(phases) for pp_rank, key in enumerate(keys) for dp, phases in replayed[key].items()}
+
+
+def _called(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Call functions on all cores where they are many."""
+    if len(calls) >= LEAST_SPREAD and is_of_use():
+        try:
+            return call_spread(calls, processes=num_cores())
+        except ForkEndedError:  # killed, as for want of memory
+            pass
+    return [call() for call in calls]
 
 
 def _course(plan: Plan, pp_rank: int, *, evaluation: bool = False) -> StepProgram | None:

@@ -6,7 +6,6 @@ import gc
 import os
 import pickle
 import signal
-import sys
 import warnings
 import weakref
 from collections import deque
@@ -16,7 +15,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from toolkit.forks import end_process, end_with, num_cores
+from toolkit.forks import end_process, end_with
 
 Question = tuple[str, tuple[Any, ...]]  # the name of a method of `LocalTracing`, and its arguments
 
@@ -88,11 +87,6 @@ class TraceProcess:
 
     def _is_asked(self, key: str) -> bool:
         return key in self._answers or any(key in keys for keys in self._asked)
-
-
-def is_of_use() -> bool:
-    """Return whether another process makes a command faster: there is a second core, forks are safe, and torch is still to come."""
-    return sys.platform == "linux" and num_cores() > 1 and "torch" not in sys.modules
 
 
 def _end(connection: Connection, child: int, parent: int) -> None:
