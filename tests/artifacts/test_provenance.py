@@ -56,6 +56,8 @@ def sound_plans():
         yield resolve_with(make_job(parallel=parallel), model=model, gpu=gpus[H100["gpu"]])
     grouped = make_job(data={"train": "org/set", "packing": "none", "group_by_length": True})
     yield resolve_with(grouped, model=model, gpu=gpus[H100["gpu"]])
+    spread = make_job(train={"gradient_checkpointing": {"every_n_layers": 2}})
+    yield resolve_with(spread, model=model, gpu=gpus[H100["gpu"]])
     staged = make_job(cluster=H100 | {"gpus_per_node": 4}, parallel={"pipeline": 2})
     yield resolve_with(staged, model=model, gpu=gpus[H100["gpu"]])
 

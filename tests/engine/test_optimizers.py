@@ -25,7 +25,7 @@ def test_a_weight_too_long_for_bitsandbytes_is_stepped_in_parts_as_if_whole(monk
         },
     }  # fmt: skip
     expected = bitsandbytes.optim.AdamW8bit([whole], **options)
-    found = optimizers.made_here(tk.resolve(parse_job(job)), [parts])
+    found = optimizers.made_here(tk.resolve(parse_job(job)), [parts], torch.nn.Module())
     for step in range(3):
         gradient = torch.randn(start.shape, generator=torch.Generator().manual_seed(step + 1))
         for weight, optimizer in ((whole, expected), (parts, found)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from toolkit.planning.rules.integrations import knows_every_n_layers
 from toolkit.planning.trainer_config import LIGER_KERNELS, checkpointing_argument
 
 
@@ -179,7 +180,11 @@ TRAINER: dict[str, Origin] = {
     "fp16": Origin(("train.precision",)),
     checkpointing_argument(): Origin(("train.gradient_checkpointing",)),
     f"{checkpointing_argument()}_kwargs.use_reentrant": Origin((), "the variant that torch recommends"),
-    f"{checkpointing_argument()}_kwargs.every_n_layers": Origin(("train.gradient_checkpointing",)),
+    **(
+        {"activation_checkpointing_kwargs.every_n_layers": Origin(("train.gradient_checkpointing",))}
+        if knows_every_n_layers()
+        else {}
+    ),
     "neftune_noise_alpha": Origin(
         ("train.neftune_noise_alpha",), "no noise on the embeddings unless the job asks for it"
     ),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train_jobs import hears_interrupts
 from transformers.models.llama import modeling_llama
 
 from toolkit.config.job import Job
@@ -149,7 +150,9 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, whom: str) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("model: llama-3.2-1b\ncluster: {gpu: h100-sxm-80gb}\ntrain: {sequence_length: 64}\n")
     command = [sys.executable, "-m", "toolkit", "estimate", str(job), "--no-cache"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as run:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=hears_interrupts
+    ) as run:
         listed = Path(f"/proc/{run.pid}/task/{run.pid}/children")
         wait_until(lambda: bool(listed.read_text()))
         child = Path(f"/proc/{listed.read_text().split()[0]}")
