@@ -24,10 +24,11 @@ value = 3
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("found_here", "broken_here", "star_here"):
+    for name in ("found_here", "broken_here", "ending_here", "star_here"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "found_here.py").write_text(CODE)
     (tmp_path / "broken_here.py").write_text("class Mine: ...\n1 / 0\n")
+    (tmp_path / "ending_here.py").write_text("class Mine: ...\nraise SystemExit(4)\n")
     (tmp_path / "star_here.py").write_text("from found_here import *\n")
     (tmp_path / "spoiled_here.py").write_text("class :\n")
     find_beside(tmp_path / "job.yaml")
@@ -63,6 +64,8 @@ def test_an_import_that_raises_is_one_error(beside: Path) -> None:
     assert list(unfound("train.callbacks", "broken_here:Mine")) == []
     with pytest.raises(SpecError, match="ZeroDivisionError"):
         imported("train.callbacks", "broken_here:Mine")
+    with pytest.raises(SpecError, match="SystemExit: 4"):
+        imported("train.callbacks", "ending_here:Mine")
     assert imported("train.callbacks", "found_here:metric").__name__ == "metric"
     with pytest.raises(SpecError, match="neither a class nor a function"):
         imported("train.callbacks", "found_here:value")

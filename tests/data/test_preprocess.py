@@ -30,6 +30,13 @@ def text(record):
 
 def nothing(record):
     return None
+
+def quits(record):
+    raise SystemExit(3)
+
+def numbered(record):
+    print("noise")
+    return {1: record["q"], "text": record["q"]}
 """
 
 
@@ -64,6 +71,7 @@ def test_what_it_returns_is_read_and_kept(look: Any, tmp_path: Path, monkeypatch
     [
         ("faulty", "DATA_PREPROCESS", "train.jsonl, record at line 4: ZeroDivisionError"),
         ("text", "DATA_PREPROCESS", "record at line 1 cannot be read: str is neither a dict nor None"),
+        ("quits", "DATA_PREPROCESS", "record at line 1: SystemExit: 3"),
         ("nothing", "DATA_TOO_SMALL", "leaves none of the records"),
         ("absent", "USER_CODE", "absent"),
     ],
@@ -80,7 +88,9 @@ def test_errors_name_the_record_that_a_result_was_made_of(look: Any, write: Any)
         look("kept", long_rows="refuse")
 
 
-def test_a_check_runs_it_on_one_record_for_the_columns(look: Any, tmp_path: Path) -> None:
+def test_a_check_runs_it_on_one_record_for_the_columns(
+    look: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def checked(name: str, **options: Any) -> tuple[Any, list[str]]:
         data = Data(train="train.jsonl", preprocess=f"my_records:{name}", **options)
         facts, problems = peek(data, base=tmp_path, runs_code=True)
@@ -91,6 +101,9 @@ def test_a_check_runs_it_on_one_record_for_the_columns(look: Any, tmp_path: Path
     assert checked("kept", format="messages")[1] == ["DATA_FORMAT"]
     assert checked("text")[1] == ["DATA_PREPROCESS"]
     assert checked("nothing") == (None, [])
+    assert checked("quits")[1] == ["DATA_PREPROCESS"]
+    assert checked("numbered") == ("text", [])
+    assert capsys.readouterr().out == "", "what it prints is not the command's answer"
     assert peek(Data(train="train.jsonl", preprocess="my_records:text"), base=tmp_path)[1] == ()
 
 

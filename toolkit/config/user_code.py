@@ -49,7 +49,7 @@ def unfound(key: str, value: str) -> Iterator[Problem]:
     module, _, name = value.partition(":")
     try:
         spec = importlib.util.find_spec(module)
-    except Exception as error:  # the user's package may raise anything
+    except (Exception, SystemExit) as error:  # the user's package may raise anything
         yield _problem(key, value, _reason(error))
         return
     if spec is None:
@@ -68,7 +68,7 @@ def code_file(value: str) -> Path | None:
     """Return the file of the named object's module; None if it has none, or is not found."""
     try:
         spec = importlib.util.find_spec(value.partition(":")[0])
-    except Exception:  # the user's package may raise anything
+    except (Exception, SystemExit):  # the user's package may raise anything
         return None
     origin = None if spec is None or spec.origin is None else Path(spec.origin)
     return origin if origin is not None and origin.is_file() else None
@@ -110,7 +110,7 @@ def imported(key: str, value: str) -> Any:
     module, _, name = value.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SpecError(_problem(key, value, _reason(error))) from error
     if not callable(found):
         raise SpecError(_problem(key, value, "it is neither a class nor a function"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -26,19 +28,20 @@ def head_of(head: Head, name: str, *, source: str) -> Head | None:
     """
     if list(unfound(PREPROCESS, name)):  # an error of its own
         return None
-    function = imported(PREPROCESS, name)
-    for line, record in head.records:
-        whole = {column: record.get(column) for column in head.columns}
-        made = applied(function, name, whole, lambda line=line: f"{source}, record at line {line}")  # type: ignore[misc]
-        if made is not None:
-            return replace(head, columns=tuple(made), records=((line, made),))
+    with redirect_stdout(sys.stderr):  # standard output may be JSON alone
+        function = imported(PREPROCESS, name)
+        for line, record in head.records:
+            whole = {column: record.get(column) for column in head.columns}
+            made = applied(function, name, whole, lambda line=line: f"{source}, record at line {line}")  # type: ignore[misc]
+            if made is not None:
+                return replace(head, columns=tuple(made), records=((line, made),))
     return None
 
 
 def applied(
     function: Callable[..., Any], name: str, record: Mapping[str, Any], place: Callable[[], str]
 ) -> dict[str, Any] | None:
-    """Return what a function of the user's makes of a record: one that JSON can hold, or None to leave it out.
+    """Return what a function of the user's makes of a record, as JSON holds it, or None to leave it out.
 
     Args:
         function: The function.
@@ -50,7 +53,7 @@ def applied(
     """
     try:
         made = function(dict(record))
-    except Exception as error:  # the function is the user's
+    except (Exception, SystemExit) as error:  # the function is the user's
         what = f"{type(error).__name__}: {first_line(error)}"
         raise refused(name, f"it fails at {place()}: {what}") from error
     if made is None:
@@ -58,10 +61,10 @@ def applied(
     try:
         if not isinstance(made, Mapping):
             raise TypeError(f"{type(made).__name__} is neither a dict nor None")
-        json.dumps(dict(made))
-    except (TypeError, ValueError) as error:
+        kept: dict[str, Any] = json.loads(json.dumps(dict(made)))
+    except (TypeError, ValueError, RecursionError) as error:
         raise refused(name, f"what it returns for {place()} cannot be read: {first_line(error)}") from error
-    return dict(made)
+    return kept
 
 
 def refused(name: str, what: str) -> DataError:
