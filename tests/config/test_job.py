@@ -129,6 +129,7 @@ def test_a_dump_of_what_was_set_reads_back_equal():
             "is not a key of a job",
         ),
         (lambda: Data(eval={"a few": "a.jsonl"}), "KEY_VALUE", "data.eval.a few", "is not valid"),
+        (lambda: Train(push_to_hub="me/my model"), "KEY_VALUE", "train.push_to_hub", "`name` or `owner/name`"),
         (lambda: Data(eval={}), "KEY_VALUE", "data.eval", "is not valid"),
         (lambda: Job(model="m", cluster="cpu"), "KEY_VALUE", "cluster", "Write cluster as a section"),
         (lambda: Job(model="m", cluster=CPU, train=CPU), "KEY_VALUE", "train", "in Python its own class or a dict"),

@@ -139,6 +139,7 @@ BROKEN = [
     ("LORA_TARGETS", "train.lora.target_modules", "target_modules=q_proj, v_proj with model_type=gpt2", {"model": "gpt2", "train": {"method": "lora", "lora": {"target_modules": ["q_proj", "v_proj"]}}}),
     ("LORA_TARGETS", "train.lora.target_modules", "model_type=llama", {"train": {"method": "lora", "lora": {"target_modules": "c_attn"}}}),
     ("FP8_LAYERS", "train.precision", "model_type=gpt2", {"model": "gpt2", "train": {"precision": "fp8"}}),
+    ("HUB_UNUSED", "train.hub_private_repo", "hub_private_repo=false", {"train": {"hub_private_repo": False}}),
     ("LORA_UNUSED", "train.lora", "method=full", {"train": {"lora": {"r": 4}}}),
     ("OPTIMIZER_KEY", "train.momentum", "adamw", {"train": {"momentum": 0.9}}),
     ("OPTIMIZER_KEY", "train.adam_epsilon", "lion", {"train": {"optimizer": "lion", "adam_epsilon": 1e-6}}),

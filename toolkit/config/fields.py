@@ -123,6 +123,14 @@ def _is_set_name(value: str) -> str:
     return value
 
 
+def _is_repository(value: str) -> str:
+    # huggingface_hub utils/_validators.py validate_repo_id
+    named = re.fullmatch(r"(?:\b[\w.-]+\b/)?\b[\w.-]{1,96}\b", value) is not None
+    if not named or "--" in value or ".." in value or value.endswith(".git"):
+        raise ValueError("write a repository as the hub names it, `name` or `owner/name`, such as me/my-model")
+    return value
+
+
 def _is_module_name(value: str) -> str:
     if re.fullmatch(r"[\w.-]+", value) is None:
         raise ValueError("write the name of a module, or its last parts, such as q_proj or layers.3.mlp.up_proj")
@@ -159,6 +167,7 @@ Capability = Annotated[
 ]
 Word = Annotated[str, AfterValidator(_printable), BeforeValidator(_filled)]
 ModuleName = Annotated[str, AfterValidator(_is_module_name), BeforeValidator(_filled)]
+Repository = Annotated[str, AfterValidator(_is_repository), BeforeValidator(_filled)]
 SetName = Annotated[str, AfterValidator(_is_set_name), BeforeValidator(_filled)]
 Name = Annotated[
     str, AfterValidator(_nameable), BeforeValidator(_at_home), BeforeValidator(_filled), BeforeValidator(_written)

@@ -30,6 +30,7 @@ from toolkit.config.fields import (
     PipelineSchedule,
     PositiveNumber,
     Release,
+    Repository,
     Seed,
     SetName,
     ShareBelowOne,
@@ -430,7 +431,7 @@ class Train(Section):
     """Records steps into output_dir/profile: traces for TensorBoard and Perfetto, where the time goes, on cards the memory."""
     torch_compile: StrictBool = False
     """Compiles the model with torch.compile."""
-    push_to_hub: Word | None = None
+    push_to_hub: Repository | None = None
     """Repository on the hub, `owner/name`, to which `toolkit train` uploads the export of a finished run; the token is HF_TOKEN or
     that of `hf auth login`.
     """

@@ -70,6 +70,18 @@ def optimizer_keys(draft: UncheckedPlan) -> Iterator[Problem]:
             )
 
 
+def hub_keys(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse the visibility of a repository to which nothing is uploaded."""
+    train = draft.job.train
+    if "hub_private_repo" in train.model_fields_set and train.push_to_hub is None:
+        yield Problem(
+            code="HUB_UNUSED",
+            key="train.hub_private_repo",
+            message=f"hub_private_repo={_shown(train.hub_private_repo)} is read by nothing without train.push_to_hub",
+            fix="Set train.push_to_hub, or remove hub_private_repo",
+        )
+
+
 def run_length(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse a length in both steps and epochs."""
     train = draft.job.train
@@ -370,6 +382,7 @@ RULES = (
     liger_loss,
     lora_dropout_on_experts,
     optimizer_keys,
+    hub_keys,
     run_length,
     warmup,
     minimum_learning_rate,
