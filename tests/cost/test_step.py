@@ -67,6 +67,30 @@ def test_recomputation_costs_time():
     assert "recomputation" not in plain.parts
 
 
+def test_fsdp2_takes_longer_with_shards_in_ram_and_steps_more_with_replicas():
+    def of(**fsdp2):
+        return time_of(ranks=4, parallel={"strategy": "fsdp2", "zero_stage": None, "fsdp2": fsdp2})
+
+    plain, on_host, replicas = of(), of(cpu_offload=True), of(dp_replicate_size=2)
+    assert on_host.seconds > plain.seconds
+    assert on_host.parts["offload"] > 0
+    assert on_host.parts["optimizer on the host"] > plain.parts["optimizer"]
+    assert on_host.high / on_host.seconds > plain.high / plain.seconds
+    assert replicas.parts["optimizer"] == pytest.approx(2 * plain.parts["optimizer"])
+
+
+@pytest.mark.parametrize(
+    ("word", "train", "ddp"),
+    [
+        ("orthogonal", {"optimizer": "muon"}, {}),
+        ("comm_hook=power_sgd", {"max_steps": 2000}, {"comm_hook": "power_sgd"}),
+    ],
+)
+def test_what_is_left_out_of_the_time_is_said(word, train, ddp):
+    time = time_of(ranks=2, train=train, parallel={"strategy": "ddp", "zero_stage": None, "ddp": ddp})
+    assert any(word in line for line in time.assumptions)
+
+
 def test_accumulation_shares_the_optimizer_among_micro_batches():
     one, four = time_of(), time_of(train={"gradient_accumulation_steps": 4})
     assert one.seconds * 2.8 < four.seconds < one.seconds * 4

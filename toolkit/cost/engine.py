@@ -12,6 +12,7 @@ from toolkit.catalog.speed import CardSpeed
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace.events import Marker, MemoryTrace, ResolvedEvent
 from toolkit.planning.plan import Plan
+from toolkit.planning.state_bytes import MASTER_BYTES
 
 # Bytes a parameter that Adam reads and writes in fp32: weight, gradient and two moments read, three of them written.
 ADAM_BYTES = 28
@@ -130,7 +131,9 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         accumulation = plan.settings.batch.accumulation
     per_node = plan.job.cluster.gpus_per_node
     stage = settings.zero_stage if plan.job.parallel.strategy == "zero" else (3 if _shards(plan) else 0)
-    own = elements / (dp if stage else 1)
+    # Under FSDP2 a replica's ranks share it, and replicas reduce what each rank has of the gradients.
+    shares = settings.shard_size if _shards(plan) else dp
+    own = elements / (shares if stage else 1)
     size = settings.itemsize
     scale = size / 2  # bytes of 16-bit gradients, in the gradients' type
     gradient = elements * settings.communication_itemsize
@@ -149,7 +152,10 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
     if plan.job.parallel.strategy == "zero" and stage == 0 and size < 4:
         _add(step, "gradient copies", STAGE0_BYTES * elements / speed.bytes_per_second)
     beside: dict[str, float] = {}
-    collective = links.ring_seconds(gradient, dp, per_node=per_node, passes=1 if stage == 3 else 2) * reductions
+    collective = links.ring_seconds(gradient, shares, per_node=per_node, passes=1 if stage == 3 else 2) * reductions
+    if shares < dp:
+        between = links.ring_seconds(gradient / shares, dp // shares, per_node=max(1, per_node // shares), passes=2)
+        collective += between * reductions
     # Stages 1 and 2 all-reduce whole buckets (stage_1_and_2.py allreduce_and_scatter); stage 3 scatters.
     hidden = stage == 3 or settings.overlap_comm
     _add(beside if hidden else step, "collectives", collective * (speed.exposed_share if hidden else 1.0))
@@ -159,9 +165,9 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         _add(step, "collectives", gathered)
     if stage == 3:
         passes = accumulation * (2 + plan.settings.gradient_checkpointing)
-        gathers = links.ring_seconds(total, dp, per_node=per_node) * passes
+        gathers = links.ring_seconds(total, shares, per_node=per_node) * passes
         _add(beside, "collectives", gathers * speed.exposed_share)
-        _add(beside, "gathered weights", passes * total * (2 if dp == 1 else 1) / speed.bytes_per_second)
+        _add(beside, "gathered weights", passes * total * (2 if shares == 1 else 1) / speed.bytes_per_second)
         if _shards(plan):  # FSDP2 gathers whole layers, DeepSpeed module by module
             layers = trace.num_layers * (2 + plan.settings.gradient_checkpointing)
             host += speed.host_layer_seconds * layers * accumulation
@@ -172,7 +178,15 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
             _add(beside, "offload", speed.exposed_share * passes * total / dp / speed.pcie_bytes_per_second)
         if settings.offload_param == "nvme":
             _add(beside, "offload", passes * total / plan.job.cluster.nodes / NVME_READ_BYTES_PER_SECOND)
-    if offloaded:
+    if settings.cpu_offload:  # shards go to the card for each gather, reduced gradients come back, both in fp32
+        moved = passes * (total - elements * (size - MASTER_BYTES)) / shares + MASTER_BYTES * own * reductions
+        _add(beside, "offload", speed.exposed_share * moved / speed.pcie_bytes_per_second)
+        each = (
+            MASTER_BYTES * (3 + TORCH_NORM_ACCESSES) + 2 * settings.state_bytes
+        )  # one kernel, as ADAM_BYTES, and the norm
+        on_host = own * min(per_node, plan.grid.world_size) * each
+        _add(step, "optimizer on the host", on_host / speed.host_adam_bytes_per_second)
+    elif offloaded:
         elements_here = offloaded * own
         ranks = min(per_node, plan.grid.world_size)  # they share the host's memory
         _add(step, "offload", elements_here * 2 * size / speed.pcie_bytes_per_second)
@@ -260,6 +274,8 @@ def _shards(plan: Plan) -> bool:
 
 def _offloaded(plan: Plan, settings: EngineSettings) -> float:
     """Return the share of the optimizer's state that lies on the host."""
+    if settings.cpu_offload:
+        return 1.0
     return plan.settings.offload_ratio if settings.offload_optimizer is not None else 0.0
 
 

@@ -335,7 +335,7 @@ def _range(plan: Plan, settings: EngineSettings, *, host_bound: bool, measured: 
         widths.append(RANGE_RELATED if is_related(plan.gpu) else RANGE_ANALOGY)
     if settings.zero_stage == 3:
         widths.append(RANGE_STAGE3)
-    if settings.offload_optimizer is not None or settings.offload_param is not None:
+    if settings.offload_optimizer is not None or settings.offload_param is not None or settings.cpu_offload:
         widths.append(RANGE_OFFLOAD)
     if plan.job.cluster.nodes > 1:
         widths.append(RANGE_NETWORK)
@@ -362,6 +362,12 @@ def _assumptions(plan: Plan, analogy: str | None, *, host_bound: bool) -> list[s
         told.append(
             "files on cluster.nvme_path are assumed to be read at 6.5 GB/s and written at 3.5 GB/s, as one PCIe-4 drive does"
         )
+    if plan.job.train.optimizer == "muon":
+        told.append("the products that make Muon's updates orthogonal are not in the time: no run was compared")
+    if (hook := plan.job.parallel.ddp_options.comm_hook) != "none":
+        told.append(f"gradients are counted as if sent whole, not as by comm_hook={hook}: no run was compared")
+    if plan.job.parallel.fsdp2_options.cpu_offload:
+        told.append("shards in RAM are assumed to be stepped as fast as by DeepSpeed's CPU Adam: no run was compared")
     if plan.grid.pp > 1:
         told.append("the wait for other stages is that of the schedule in theory, by analogy to stages that ran alone")
     if plan.job.cluster.nodes > 1:
