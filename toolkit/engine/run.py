@@ -62,7 +62,7 @@ class Run:
         compute_metrics: Called by `evaluate` with logits and labels of each batch; its (total, count) by name are summed.
         metrics: Metrics of the last evaluation: `eval_loss`, and `eval_NAME` for each of `compute_metrics`; of a named set, which has its
             name after `eval_`, while hooks are called, and of all sets afterwards.
-        stream_state: Position in streamed data that a resume has found; a loader begins there.
+        stream_state: Position in streamed data that a resume has found; the next loader begins there.
         state: Values of hooks, as JSON has them: rank 0's are saved with each checkpoint, and a resume gives them to all ranks.
         stop_requested: Set to True on any rank to make `should_stop` true on all of them, after the same step: the
             next one on CPU, the one after that on GPU.
@@ -233,7 +233,8 @@ class Run:
         batch, total = self.plan.settings.batch, self.plan.settings.max_steps
         assert total is not None, "a rule refuses a stream without it"
         self.set_num_steps(total)
-        if self.step_count and self.stream_state is None:
+        state = self.stream_position
+        if self.step_count and state is None:
             raise RunError.of(
                 code="STREAM_POSITION",
                 key="data.streaming",
@@ -249,14 +250,17 @@ class Run:
             dp_rank=self.world.coordinate.dp,
             dp_size=batch.dp_size,
             num_steps=total - self.step_count,
-            state=self.stream_state,
+            state=state,
         )
+        self.stream_state = None
         return self._stream
 
     @property
     def stream_position(self) -> dict[str, Any] | None:
-        """Position in streamed data after the last step, for a checkpoint; None without."""
-        return None if self._stream is None else self._stream.state()
+        """Position in streamed data after the last step, for a checkpoint or a further loader; None without."""
+        if self.stream_state is not None or self._stream is None:
+            return self.stream_state
+        return self._stream.state()
 
     @checks_arguments
     def eval_loader(self, dataset: PackedDataset) -> EvalLoader:
