@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.catalog.parameters import BackwardShares
+from toolkit.catalog.parameters import WHOLE, BackwardShares
 from toolkit.checkpoint.best import Best
 from toolkit.checkpoint.discovery import remove_leftovers, rotate
 from toolkit.checkpoint.fingerprint import Sources
@@ -286,15 +286,8 @@ class Session:
 
 
 def _backward_shares(run: Run) -> BackwardShares:
-    """Return what of the backward pass is computed.
-
-    Collectives:
-        With frozen weights, one gather of the weights' names over all ranks: stages have different ones.
-    """
+    """Return what of the backward pass is computed; every rank has all names, as pipelines refuse `train.freeze`."""
     if not run.plan.job.train.freeze:
-        return BackwardShares()
-    mine = {name: (count_elements(weight), weight.requires_grad) for name, weight in run.model.named_parameters()}
-    parts: list[Any] = [None] * run.world.size
-    dist.all_gather_object(parts, mine)
-    every = {name: weight for part in parts for name, weight in part.items()}
-    return BackwardShares.of((name, *weight) for name, weight in every.items())
+        return WHOLE
+    weights = run.model.named_parameters()
+    return BackwardShares.of((name, count_elements(weight), weight.requires_grad) for name, weight in weights)

@@ -322,9 +322,7 @@ class EngineReplay(ABC):
 
     def run_optimizer(self, numel: int, *, itemsize: int = 4) -> None:
         """Step `numel` elements of `itemsize` bytes; the first step makes their moments, of the same type."""
-        settings = self.settings
-        of_own_type = settings.optimizer in ("adamw_8bit", "adafactor", "fused_lion")  # 8 bit, or fp32
-        moments = self._state_bytes() * (1 if of_own_type else itemsize / 4)
+        moments = self._state_bytes() * (1 if self.settings.has_own_type else itemsize / 4)
         if not self.account.held("optimizer state"):
             self.account.allocate("optimizer state", moments * numel)
         self.account.transient("optimizer temporaries", self._step_bytes(numel, itemsize=itemsize))

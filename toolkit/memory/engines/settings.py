@@ -17,7 +17,7 @@ from toolkit.deepspeed_spec.wrapper import Wrapper, optimizer_wrapper
 from toolkit.deepspeed_spec.zero import OffloadOptimizer, OffloadParam, Zero
 from toolkit.planning.plan import Plan
 from toolkit.planning.settings import ITEMSIZES
-from toolkit.planning.state_bytes import MOMENT_BYTES
+from toolkit.planning.state_bytes import MOMENT_BYTES, OF_OWN_TYPE
 
 OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "adafactor", "muon", "fused_lion", "sgd"]
 
@@ -105,6 +105,11 @@ class EngineSettings:
     def state_bytes(self) -> float:
         """Bytes of optimizer state per parameter, without the master copy."""
         return 0 if self.optimizer == "sgd" and not self.momentum else MOMENT_BYTES[_NAMES[self.optimizer]]
+
+    @property
+    def has_own_type(self) -> bool:
+        """Whether the optimizer's state has a type of its own, whatever that of the weights."""
+        return _NAMES[self.optimizer] in OF_OWN_TYPE
 
     @property
     def step_bytes(self) -> int:

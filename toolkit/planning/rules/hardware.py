@@ -62,6 +62,8 @@ def sequence_within_positions(draft: UncheckedPlan) -> Iterator[Problem]:
     if limit is None or length <= limit:
         return
     absolute = draft.model.model_type in _ABSOLUTE_POSITIONS
+    scaling = draft.job.model.rope_scaling
+    factor = length / limit * (1 if scaling is None else scaling.factor)
     yield Problem(
         code="SEQUENCE_LENGTH",
         key="train.sequence_length",
@@ -73,7 +75,7 @@ def sequence_within_positions(draft: UncheckedPlan) -> Iterator[Problem]:
         + (
             ""
             if absolute
-            else f", or stretch its embeddings with model.rope_scaling, by a factor of {length / limit:.3g} or more"
+            else f", or stretch its embeddings with model.rope_scaling, by a factor of {factor:.3g} or more"
         ),
     )
 

@@ -158,7 +158,9 @@ def offload_host_memory(draft: UncheckedPlan) -> Iterator[Problem]:
         fix="Rent more nodes or RAM and set cluster.host_memory_gib, "
         + ("" if sharded else "lower parallel.offload_ratio with optimizer-cpu-partial, ")
         + "or train by LoRA",
-        source="deepspeed runtime/zero/stage_1_and_2.py and stage3.py",
+        source="torch distributed/fsdp/_fully_shard/_fsdp_api.py CPUOffloadPolicy"
+        if sharded
+        else "deepspeed runtime/zero/stage_1_and_2.py and stage3.py",
     )
 
 
