@@ -145,6 +145,7 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
     if not under_launcher:
         check_start(plan)
     warn([*plan_warnings(plan), *software_warnings(plan), *space_warnings(plan)])
+    warn(call.warnings(plan))
     guard_output(plan, resuming=call.resume is not None, overwrite=overwrite)
     if under_launcher:
         plan.save(plan.output_dir / "plan.json")
@@ -212,7 +213,7 @@ def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
         warnings = []
     else:
         check_stop_after(call.stop_after, 0 if point is None else point.state.step)
-        warnings = check_dry_run(plan, resuming=call.resume is not None, overwrite=overwrite)
+        warnings = [*check_dry_run(plan, resuming=call.resume is not None, overwrite=overwrite), *call.warnings(plan)]
     command = call.command(None if point is None else point.folder, overwrite=overwrite)
     if as_json:
         configuration = plan.deepspeed_config()

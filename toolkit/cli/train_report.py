@@ -28,6 +28,12 @@ class Call:
     no_export: bool = False
     as_is: bool = False
 
+    def warnings(self, plan: Plan) -> list[str]:
+        """Return what a plan asks for and the command's options prevent."""
+        repository = plan.job.train.push_to_hub
+        prevented = self.no_export and repository is not None
+        return [f"push_to_hub={repository}: --no-export leaves nothing to upload"] if prevented else []
+
     def command(self, checkpoint: Path | None = None, *, overwrite: bool = False, step: int = 0) -> str:
         """Return the command as shell text.
 
