@@ -13,14 +13,12 @@ import typer
 
 from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption
 from toolkit.cli.output import new_table, print_json, print_table
+from toolkit.planner import DEFAULT_SECONDS
 
 if TYPE_CHECKING:
     from toolkit.planner.answer import Answer
     from toolkit.planner.rows import Row
     from toolkit.planner.search import Progress
-
-# Seconds after which a search ends with what it has; `toolkit.planner.make` explains it.
-_SECONDS = 30.0
 
 
 def register(app: typer.Typer) -> None:
@@ -90,7 +88,7 @@ def plan(
     ] = None,
     seconds: Annotated[
         float, typer.Option(metavar="S", min=0.1, help="Computing time after which the search ends with what it has.")
-    ] = _SECONDS,
+    ] = DEFAULT_SECONDS,
     row: Annotated[
         int | None, typer.Option(metavar="N", help="Row that --write, --emit and --report take.", show_default=False)
     ] = None,

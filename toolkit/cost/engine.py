@@ -228,7 +228,7 @@ def _step_stages(
     """
     eight_bit = EIGHT_BIT_SECONDS * trained if settings.optimizer == "adamw_8bit" else 0.0
     if plan.job.parallel.strategy != "zero":  # torch's own norm and optimizer take all parameters at once, as they are
-        size = 4 if _shards(plan) else settings.itemsize
+        size = MASTER_BYTES if _shards(plan) else settings.itemsize
         norm = own * TORCH_NORM_ACCESSES * size / speed.bytes_per_second
         update = own * _adam_bytes(settings, size=size) / speed.adam_bytes_per_second
         return ((norm + update, speed.host_step_seconds + eight_bit),)

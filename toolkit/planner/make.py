@@ -17,6 +17,7 @@ from toolkit.config.key_lines import with_lines
 from toolkit.config.loader import load_document, parse_job
 from toolkit.errors import PlanError, SpecError, ToolkitError
 from toolkit.memory.scenario import Scenario
+from toolkit.planner import DEFAULT_SECONDS
 from toolkit.planner.answer import Answer, answer_of
 from toolkit.planner.clusters import Candidate, candidate_clusters
 from toolkit.planner.question import (
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from toolkit.memory.search.estimator import Estimator
     from toolkit.planner.options import Found
     from toolkit.planner.search import Progress
-
-# Seconds after which a search among clusters ends with what it has.
-DEFAULT_SECONDS = 30.0
 
 # Card that stands in where the cluster is sought: every candidate puts its own in its place.
 _PLACEHOLDER = "h100-sxm-80gb"

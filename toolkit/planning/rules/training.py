@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from toolkit.catalog.parameters import names_without_target
 from toolkit.config.job import Job, Samples
@@ -264,12 +265,17 @@ def metrics_of_logits(draft: UncheckedPlan) -> Iterator[Problem]:
         ("parallel.tensor", tensor, 1, "each rank has the logits of a part of the vocabulary"),
     ):
         if value != usual:
-            yield Problem(
-                code="METRICS_LOGITS",
-                key="train.compute_metrics",
-                message=f"compute_metrics with {key.rpartition('.')[2]}={value}: {why}",
-                fix=f"Set {key} to {usual}, or remove compute_metrics",
-            )
+            yield _not_beside("compute_metrics", key, code="METRICS_LOGITS", value=value, usual=usual, why=why)
+
+
+def _not_beside(function: str, key: str, *, code: str, value: Any, usual: Any, why: str) -> Problem:
+    """Return the problem of a function of the user's that a value of another key prevents."""
+    return Problem(
+        code=code,
+        key=f"train.{function}",
+        message=f"{function} with {key.rpartition('.')[2]}={value}: {why}",
+        fix=f"Set {key} to {usual}, or remove {function}",
+    )
 
 
 def lora_dropout_on_experts(draft: UncheckedPlan) -> Iterator[Problem]:
@@ -358,12 +364,7 @@ def objective(draft: UncheckedPlan) -> Iterator[Problem]:
             ("train.z_loss", train.z_loss, 0, "the function takes the place of the loss that it is added to"),
         ):
             if value != usual:
-                yield Problem(
-                    code="LOSS_OPTION",
-                    key="train.compute_loss",
-                    message=f"compute_loss with {key.rpartition('.')[2]}={value}: {why}",
-                    fix=f"Set {key} to {usual}, or remove compute_loss",
-                )
+                yield _not_beside("compute_loss", key, code="LOSS_OPTION", value=value, usual=usual, why=why)
     yield from _router_loss(draft)
     if train.neftune_noise_alpha and draft.job.parallel.tensor > 1:
         yield Problem(
