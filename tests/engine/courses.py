@@ -137,13 +137,16 @@ def reference(case: Case, *, drawn_on: str = "cpu") -> Course:
 def _reference(arguments: str) -> Course:
     architecture, train, config, data, steps, drawn_on = json.loads(arguments)
     packed = train.get("method") == "qlora"
+    begins_with_errors = train.get("lora", {}).get("init_lora_weights") == "loftq"
+    if begins_with_errors:
+        train["lora"] = train["lora"] | {"init_lora_weights": "default"}
     train |= {"method": "lora"} if packed else {}
     of_zero = train["optimizer"] not in ("lion", "adafactor", "muon")
     where = {"zero_stage": 0} if of_zero else {"strategy": "ddp", "zero_stage": None}
     plan = tiny_plan(architecture, train=train, parallel=where, config=config)
     model = build_model(plan, device=torch.device(drawn_on)).cpu()
     if packed:
-        pack_by_bitsandbytes(model)
+        pack_by_bitsandbytes(model, begins_with_errors=begins_with_errors)
     if "router_aux_loss_coef" in train:
         model.config.output_router_logits, model.config.router_aux_loss_coef = True, train["router_aux_loss_coef"]
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -209,8 +212,9 @@ def rate_of(name: str, train: dict[str, Any]) -> float:
     return float(train["learning_rate"] * ratio)
 
 
-def pack_by_bitsandbytes(model: Any) -> None:
+def pack_by_bitsandbytes(model: Any, *, begins_with_errors: bool) -> None:
     """Puts the frozen linear layers of a PeftModel into NF4, but the head, as bitsandbytes' documentation does."""
+    from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 
     head = model.get_base_model().get_output_embeddings()
@@ -221,6 +225,21 @@ def pack_by_bitsandbytes(model: Any) -> None:
         packed.load_state_dict(linear.state_dict())
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, packed.requires_grad_(False).to("cpu"))
+        if begins_with_errors:
+            error = linear.weight - dequantize_4bit(packed.weight.data, packed.weight.quant_state)
+            begin_with(error, model.get_submodule(parent))
+
+
+def begin_with(error: torch.Tensor, layer: Any) -> None:
+    """Gives a layer's adapter the largest singular values of a matrix."""
+    left, values, right = torch.linalg.svd(error, full_matrices=False)
+    # The sign of a pair is free: the largest number of the vector on the shorter side is positive.
+    short = left if error.shape[0] <= error.shape[1] else right.T
+    signs = short.gather(0, short.abs().argmax(0, keepdim=True)).sign()
+    count = layer.r["default"]
+    roots = (values[:count] / layer.scaling["default"]).sqrt() * signs[0, :count]
+    layer.lora_A["default"].weight.data = (right[:count] * roots[:, None]).contiguous()
+    layer.lora_B["default"].weight.data = (left[:, :count] * roots).contiguous()
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from toolkit.errors import CheckpointError, PlanError
 from toolkit.modeling.adapter_folder import load_adapter
 from toolkit.modeling.build import build_model, freeze_weights
 from toolkit.modeling.lora import apply_lora
+from toolkit.modeling.nf4 import rounded_to_nf4
 from toolkit.planning.plan import Plan
 
 RANKS = 2
@@ -49,6 +50,7 @@ COMPILED = {"torch_compile": True, "gradient_checkpointing": 0.5, "loss": "chunk
 STRATEGIES: dict[str, dict[str, Any]] = {"zero": {"stage": 2}, "ddp": {}, "fsdp2": {}}
 # Weights of 4,096 elements and more have moments in 8 bits.
 WIDE = {"hidden_size": 64, "intermediate_size": 128}
+LOFTQ = {"method": "qlora", "lora": {"r": 4, "lora_alpha": 16, "init_lora_weights": "loftq"}}
 PATTERNS = {
     "r": 4,
     "init_lora_weights": "gaussian",
@@ -67,6 +69,7 @@ def cases() -> dict[str, Case]:
         of = {"strategy": strategy, **of}
         made[f"qlora {strategy}"] = Case(train=ADAM | QLORA, steps=10, **of, **CLOSE)
         made[f"bf16 {strategy}"] = Case(train=ROUNDED, steps=6, **of, **IN_BF16)
+        made[f"loftq {strategy}"] = Case(train=LORA | LOFTQ | {"max_grad_norm": 0.03}, steps=4, **of, **CLOSE)
         made[f"compiled {strategy}"] = Case(train=SGD | QLORA | {"learning_rate": 0.2} | COMPILED, **of)
     for stage in (0, 1):
         made[f"qlora zero {stage}"] = Case(train=ADAM | QLORA, steps=10, stage=stage, **CLOSE)
@@ -368,6 +371,43 @@ def test_adapters_that_begin_as_a_part_of_their_base_are_saved_and_exported_with
     assert [problem.key for problem in layout_problems(other, plans["ddp"], tmp_path)] == [
         "train.lora.init_lora_weights"
     ]
+
+
+@pytest.mark.full
+@pytest.mark.gloo
+def test_adapters_that_begin_with_the_error_of_rounding_are_exported_alone_and_merged(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    plans = {strategy: plan_of(tmp_path / "model", strategy, **LOFTQ) for strategy in STRATEGIES}
+    for name, own in run_distributed(save_and_resume, RANKS, plans, tmp_path)[0].items():
+        assert own["resumed"] == own["straight"]
+        for merge in (False, True):
+            made = tk.export(tmp_path / name, tmp_path / f"{name} {merge}", merge_adapter=merge)
+            assert made.logits_difference is not None
+            assert made.logits_difference < 1e-5
+
+
+def test_loftq_begins_with_what_rounding_took() -> None:
+    lora = {"r": 4, "lora_alpha": 16, "init_lora_weights": "loftq", "rank_pattern": {"down_proj": 6, "k_proj": 40}}
+    model, whole = tiny_model("llama"), tiny_model("llama")
+    whole.load_state_dict(model.state_dict())
+    plan = tiny_plan(ranks=1, train={"method": "qlora", "lora": lora})
+    adapted: Any = tk.apply_plan(plan, model)
+    layers = dict(adapted.base_model.model.model.layers[0].named_modules())
+    for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj"):
+        layer, weight = layers[name], whole.model.layers[0].get_submodule(name).weight
+        error = weight - rounded_to_nf4(weight)
+        product = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        left, values, right = torch.linalg.svd(error, full_matrices=False)
+        count = layer.r["default"]
+        nearest = left[:, :count] @ values[:count].diag() @ right[:count]
+        assert torch.allclose(product, nearest, atol=1e-6), name
+        assert not layer.get_base_layer().error
+    rest = layers["self_attn.k_proj"].lora_A["default"].weight[32:]
+    assert rest.abs().min() > 0, "ranks above the weight's learn from where they were drawn"
+    with pytest.raises(PlanError, match="came in 4 bits"):
+        tk.apply_plan(plan, adapted.get_base_model())
+    with pytest.raises(PlanError, match="no layer of the model keeps one"):
+        apply_lora(tiny_model("llama"), Lora(init_lora_weights="loftq"), seed=0)
 
 
 def test_pissa_leaves_the_model_what_it_was() -> None:

@@ -143,6 +143,18 @@ def test_adapters_that_begin_as_a_part_of_their_base_are_saved_with_it(estimator
     assert begun[2] - plain[2] == near(4 * (2 * 2048 * 8192 + 2048**2))
 
 
+def test_errors_of_rounding_are_kept_until_the_adapters_begin(estimator):
+    def phases(init):
+        lora = {"r": 16, "init_lora_weights": init}
+        return estimated(estimator, parallel={"zero_stage": 2}, method="qlora", lora=lora).fullest.phases
+
+    plain, begun = phases("default"), phases("loftq")
+    causes = begun["init"].causes
+    assert causes["errors of rounding"] > 8 * 2048 * 8192
+    assert begun["init"].allocated_bytes > plain["init"].allocated_bytes
+    assert begun["step"].allocated_bytes == plain["step"].allocated_bytes
+
+
 def test_8_bit_moments_take_a_quarter(estimator):
     full = estimated(estimator, parallel={"zero_stage": 2})
     eight = estimated(estimator, parallel={"zero_stage": 2}, optimizer="adamw_8bit")

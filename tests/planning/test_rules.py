@@ -102,6 +102,7 @@ BROKEN = [
     ("STRATEGY_REPLICAS", "parallel.fsdp2.dp_replicate_size", "dp_replicate_size=3 with", {"parallel": {"strategy": "fsdp2", "fsdp2": {"dp_replicate_size": 3}}}),
     ("LORA_UNSUPPORTED", "train.lora.init_lora_weights", "init_lora_weights=pissa with strategy=fsdp2", {"train": {"method": "lora", "lora": {"init_lora_weights": "pissa"}}, "parallel": {"strategy": "fsdp2"}}),
     ("LORA_UNSUPPORTED", "train.lora.init_lora_weights", "rounded to 4 bits again", {"train": {"method": "qlora", "lora": {"init_lora_weights": "pissa"}}, "parallel": {"zero_stage": 2}}),
+    ("LORA_UNSUPPORTED", "train.lora.init_lora_weights", "init_lora_weights=loftq with method=lora: nothing is rounded", {"train": {"method": "lora", "lora": {"init_lora_weights": "loftq"}}, "parallel": {"zero_stage": 2}}),
     ("COMM_HOOK", "parallel.ddp.power_sgd_rank", "an option of power_sgd", {"ranks": 2, "parallel": {"strategy": "ddp", "ddp": {"power_sgd_rank": 2}}}),
     ("COMM_HOOK", "parallel.ddp.comm_hook", "one rank reduces nothing", {"ranks": 1, "parallel": {"strategy": "ddp", "ddp": {"comm_hook": "power_sgd"}}}),
     ("COMM_HOOK", "parallel.ddp.comm_hook", "precision=bf16", {"ranks": 2, "parallel": {"strategy": "ddp", "ddp": {"comm_hook": "fp16"}}}),

@@ -210,10 +210,11 @@ class Lora(Section):
     """Makes the scale s = `lora_alpha` / √`r` (arXiv 2312.03732)."""
     use_dora: StrictBool = False
     """Learns the length of each row of W + s B A apart from its direction (DoRA, arXiv 2402.09353)."""
-    init_lora_weights: Literal["default", "gaussian", "pissa"] = "default"
+    init_lora_weights: Literal["default", "gaussian", "pissa", "loftq"] = "default"
     """How A begins: `default` is uniform, as peft's true; `gaussian` is normal with deviation 1 / `r`. B begins at zero. Under
     `pissa` s B A begins as the part of W of the `r` largest singular values, which W then lacks (arXiv 2404.02948): checkpoints
-    have W too, and an export is merged.
+    have W too, and an export is merged. Under `loftq` it begins as what of rank `r` is nearest to W - NF4(W) (arXiv 2310.08659,
+    one iteration), for `method: qlora`.
     """
     rank_pattern: dict[ModuleName, Count] = Field(default_factory=dict)
     """Ranks of layers that have another than `r`, by their names or the last parts of them."""

@@ -15,6 +15,15 @@ def is_dtensor(weight: Tensor) -> bool:
     return hasattr(weight, "placements")
 
 
+def whole_of(weight: Tensor) -> Tensor:
+    """Return a tensor, gathered if each rank of a mesh holds a part of it.
+
+    Collectives:
+        An all-gather over the mesh of one that is sharded.
+    """
+    return weight.full_tensor() if is_dtensor(weight) else weight  # type: ignore[attr-defined]
+
+
 @torch.no_grad()
 def copy_whole(target: Tensor, whole: Tensor) -> None:
     """Copy a whole tensor, which this rank has, into one of which it may hold a part only.

@@ -103,6 +103,13 @@ class BuildOptions:
     neftune: float = 0.0
     grows: bool = False
 
+    @property
+    def error_rank(self) -> int:
+        """Rank up to which packed layers keep the errors of their rounding: the largest of their adapters, under LoftQ."""
+        lora = self.lora
+        corrects = lora is not None and lora.init_lora_weights == "loftq"
+        return max(lora.r, *lora.rank_pattern.values(), 0) if lora is not None and corrects else 0
+
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> Self:
         """Return the options of a plan; `others` are those that a subclass adds, or values in place of the plan's."""
@@ -182,7 +189,7 @@ def build_model(
     dense: PreTrainedModel | None = None
     if options.quantized:
         dense, model = _twins(config, options)
-        hold_in_nf4(model, dtype=options.dtype)
+        hold_in_nf4(model, dtype=options.dtype, error_rank=options.error_rank)
         allocate(model, device=device)
     elif world is None or world.grid.size("model") == 1:
         with _partitioned(plan, dp_group), torch.device(device), no_init_weights():
@@ -236,7 +243,7 @@ def _build_sharded(
 
     dense, model = _twins(config, options)
     if options.quantized:
-        hold_in_nf4(model, dtype=options.dtype, storage=options.dtype)
+        hold_in_nf4(model, dtype=options.dtype, storage=options.dtype, error_rank=options.error_rank)
     places, ties = places_of(model), tied_keys(model)
     adapted = finish_model(add_adapters(model, options), options)
     shard_over_ranks(
@@ -272,7 +279,7 @@ def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
     """Add to a model built elsewhere what the plan has: adapters, float8, kernels, checkpointing, the loss, compilation."""
     options = BuildOptions.of(plan)
     if options.quantized:
-        hold_in_nf4(model, dtype=options.dtype)
+        hold_in_nf4(model, dtype=options.dtype, error_rank=options.error_rank)
     adapted = finish_model(add_adapters(model, options), options)
     if options.lora is not None and options.lora.adapter is not None:
         load_adapter(adapted, options.lora, options.lora.adapter)

@@ -24,11 +24,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from transformers import PreTrainedModel
 
 from toolkit.config.job import Fsdp2
-from toolkit.distributed.dtensors import copy_whole
+from toolkit.distributed.dtensors import copy_whole, whole_of
 from toolkit.errors import PlanError
 from toolkit.introspect import decoder_layers
 from toolkit.modeling.initialization import initialize_weights
 from toolkit.modeling.local_shard import LocalShard
+from toolkit.modeling.nf4 import begin_with_errors
 from toolkit.modeling.sharded_adapters import draw_adapters
 from toolkit.modeling.weights import load_pretrained
 
@@ -147,11 +148,11 @@ def fill(
     else:
         load_pretrained(base, weights, group=group, dense=dense, part=part, grows=grows, progress=progress)
     if model is not base:
-        _fill_adapters(model, seed=seed, deviates=deviates)
+        _fill_adapters(model, seed=seed, deviates=deviates, group=group)
 
 
 @torch.no_grad()
-def _fill_adapters(model: nn.Module, *, seed: int, deviates: bool) -> None:
+def _fill_adapters(model: nn.Module, *, seed: int, deviates: bool, group: dist.ProcessGroup) -> None:
     """Fill LoRA's matrices, B with zeros, DoRA's lengths, and the copies of modules that are trained whole."""
     from peft.tuners.lora import Linear as LoraLinear
     from peft.utils.other import ModulesToSaveWrapper
@@ -163,7 +164,7 @@ def _fill_adapters(model: nn.Module, *, seed: int, deviates: bool) -> None:
                 module.lora_B[name].weight.zero_()
                 filled |= {module.lora_A[name].weight, module.lora_B[name].weight}
             for length in module.lora_magnitude_vector.values():
-                rows = module.get_base_layer().weight.full_tensor()
+                rows = whole_of(module.get_base_layer().weight)
                 copy_whole(length.weight, torch.linalg.norm(rows, dim=1))
                 filled.add(length.weight)
         elif isinstance(module, ModulesToSaveWrapper):
@@ -172,6 +173,7 @@ def _fill_adapters(model: nn.Module, *, seed: int, deviates: bool) -> None:
                     _copy_whole_of(source, value)
                     filled.add(value)  # type: ignore[arg-type]
     draw_adapters(model, seed=seed, deviates=deviates)
+    begin_with_errors(model, group=group)
     left = [name for name, value in model.named_parameters() if value.requires_grad and value not in filled]
     if left:
         raise PlanError.of(
@@ -188,4 +190,4 @@ def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _copy_whole_of(source: Any, target: torch.Tensor) -> None:
-    copy_whole(target, source.full_tensor() if hasattr(source, "full_tensor") else source)
+    copy_whole(target, whole_of(source))

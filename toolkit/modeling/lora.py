@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.arguments import checks_arguments
 from toolkit.config.job import Lora
 from toolkit.errors import PlanError, Problem, first_line, raise_all
+from toolkit.modeling.nf4 import begin_with_errors, keeps_error
 from toolkit.modeling.sharded_adapters import adapted_by, draw_adapters, shard_adapters
 from toolkit.pipeline_parallel.part import stage_info
 from toolkit.tensor_parallel.guard import PartOfModel, guard_part
@@ -44,6 +45,9 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
     targets = lora.target_modules
     linear = _linear_names(model)
     raise_all(PlanError, _unmatched(model, lora))
+    is_filled = not next(model.parameters()).is_meta
+    if lora.init_lora_weights == "loftq" and is_filled and not any(map(keeps_error, model.modules())):
+        raise _nothing_rounded()
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
@@ -54,7 +58,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
         modules_to_save=list(lora.modules_to_save) or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
-        init_lora_weights=True if lora.init_lora_weights == "default" else lora.init_lora_weights,
+        init_lora_weights=True if lora.init_lora_weights in ("default", "loftq") else lora.init_lora_weights,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
     )
@@ -80,6 +84,8 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
                 adapted.active_peft_config.init_lora_weights = True  # whoever builds it again reads base and adapters
             else:
                 draw_adapters(adapted, seed=seed, deviates=lora.init_lora_weights == "gaussian")
+            if lora.init_lora_weights == "loftq":
+                begin_with_errors(adapted)
             return adapted
         except (ValueError, re.error) as error:
             if "lora_dropout" in str(error):
@@ -142,6 +148,15 @@ def _unmatched(model: PreTrainedModel, lora: Lora) -> Iterator[Problem]:
 
 def _name_of(model: PreTrainedModel, wanted: torch.nn.Module) -> str:
     return next(str(name) for name, module in model.named_modules() if module is wanted)
+
+
+def _nothing_rounded() -> PlanError:
+    return PlanError.of(
+        code="LORA_UNSUPPORTED",
+        key="train.lora.init_lora_weights",
+        message="init_lora_weights=loftq begins with the error of rounding to 4 bits, and no layer of the model keeps one",
+        fix="Set train.method to qlora and build the model by the plan (`apply_plan`), or set train.lora.init_lora_weights to default",
+    )
 
 
 def _dropout_on_experts(model: PreTrainedModel, lora: Lora, linear: list[str]) -> PlanError:

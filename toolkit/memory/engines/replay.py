@@ -89,6 +89,8 @@ class EngineReplay(ABC):
         self.initialize()
         if self.settings.decomposes:
             self.account.transient("singular vectors", self._decomposed_bytes())
+        if self.settings.keeps_errors:
+            self.account.transient("errors of rounding", self._errors_bytes())
         micro_steps = min(self.settings.accumulation_steps, MAX_MICRO_STEPS)
         for step in range(NUM_STEPS):
             if self.course is not None:
@@ -332,6 +334,22 @@ class EngineReplay(ABC):
         frozen = (p for p in self.trace.parameters if not p.trainable and len(p.shape) == 2)
         sizes = (2 * p.numel + min(p.shape) ** 2 for p in frozen if not p.module.endswith(EMBEDDINGS_AND_HEADS))
         return FP32_ITEMSIZE * max(sizes, default=0)
+
+    def _errors_bytes(self) -> float:
+        """Return the bytes of what all layers keep of their errors, in fp32, and of the largest error that is decomposed.
+
+        Beside it are the whole weight, in training precision, and that unpacked once more, or four squares of the shorter side: the
+        product, its eigenvectors and LAPACK's two (modeling/nf4.py, ssyevd).
+        """
+        adapters = [p for p in self.trainable if ".lora_A." in p.name or ".lora_B." in p.name]
+        lengths = {p.name: p.shape[".lora_A." in p.name] for p in adapters}
+        most = 0.0
+        for name in (name for name in lengths if ".lora_A." in name):
+            sides = sorted((lengths[name], lengths[name.replace(".lora_A.", ".lora_B.")]))
+            numel = sides[0] * sides[1]
+            rest = max(self.settings.itemsize * numel, 4 * FP32_ITEMSIZE * sides[0] ** 2)
+            most = max(most, (FP32_ITEMSIZE + self.settings.itemsize) * numel + rest)
+        return FP32_ITEMSIZE * sum(p.numel for p in adapters) + most
 
     def _state_bytes(self) -> float:
         """Return the bytes of optimizer state per element in fp32, by the shapes of the weights where these count."""

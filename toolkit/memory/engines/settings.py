@@ -68,6 +68,7 @@ class EngineSettings:
         reshards: Whether FSDP2 releases a layer's weights after its forward pass.
         cpu_offload: Whether FSDP2's shards are in RAM.
         decomposes: Whether adapters begin with the largest singular values of weights.
+        keeps_errors: Whether adapters begin with the errors of rounding their weights to 4 bits.
         ddp: Options of DDP.
         node_size: Ranks of a node.
     """
@@ -98,6 +99,7 @@ class EngineSettings:
     reshards: bool = True
     cpu_offload: bool = False
     decomposes: bool = False
+    keeps_errors: bool = False
     ddp: Ddp = field(default_factory=Ddp)
     node_size: int = 1
 
@@ -179,7 +181,11 @@ def engine_settings(
     settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, zero_init=zero_init)
     if plan.grid.pp > 1 and not plan.settings.reduces_once:
         settings = replace(settings, adds_up_on_host=True)
-    settings = replace(settings, decomposes=plan.job.train.changes_base)
+    settings = replace(
+        settings,
+        decomposes=plan.job.train.changes_base,
+        keeps_errors=plan.job.train.method != "full" and plan.job.train.adapters.init_lora_weights == "loftq",
+    )
     if plan.job.train.optimizer in ("adamw_8bit", "adafactor", "muon"):
         settings = replace(settings, optimizer=plan.job.train.optimizer)
     if plan.job.parallel.strategy == "zero":

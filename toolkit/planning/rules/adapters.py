@@ -86,6 +86,14 @@ def adapter_kinds(draft: UncheckedPlan) -> Iterator[Problem]:
         for key, (value, applies, why) in refused.items():
             if applies:
                 yield _refused("init_lora_weights", "pissa", key, value, why)
+    if train.lora.init_lora_weights == "loftq":
+        refused = {
+            "train.method": ("lora", train.method == "lora", "nothing is rounded, so that there is no error to begin with"),
+            "train.lora.adapter": ("…", train.lora.adapter is not None, "the adapters would begin as those of the folder"),
+        }  # fmt: skip
+        for key, (value, applies, why) in refused.items():
+            if applies:
+                yield _refused("init_lora_weights", "loftq", key, value, why)
     for name in ("rank_pattern", "alpha_pattern"):
         if getattr(train.lora, name) and parallel.pipeline > 1:
             why = "a stage has other layers than the pattern counts"
