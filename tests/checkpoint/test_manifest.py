@@ -151,13 +151,13 @@ def test_ranks_share_all_files() -> None:
 def test_files_are_hashed_side_by_side(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two files meet at a barrier that one thread alone would never pass."""
     monkeypatch.setattr(module.os, "cpu_count", lambda: 8)
-    barrier, read = threading.Barrier(2, timeout=20), module._entry
+    barrier, read = threading.Barrier(2, timeout=20), module._hash
 
-    def meet(folder: Path, name: str, *, sync: bool = False) -> module.Entry:
+    def meet(folder: Path, name: str, *, sync: bool = False) -> tuple[int, str]:
         barrier.wait()
         return read(folder, name, sync=sync)
 
-    monkeypatch.setattr(module, "_entry", meet)
+    monkeypatch.setattr(module, "_hash", meet)
     hashed = hash_files(folder, (SHARD, "state.json"))
     assert hashed == {name: entry for name, entry in read_manifest(folder).items() if name in hashed}
     assert list(hashed) == [SHARD, "state.json"]

@@ -203,19 +203,30 @@ def test_small_files_and_an_output_dir_as_source(root, capsys, tmp_path):
     export(root, capsys, "tied-bf16", "--overwrite")
 
 
-def damaged(root: Path, copy: Path, pattern: str) -> Path:
+def damaged(root: Path, copy: Path, pattern: str, place: Callable[[Path, bytes], int] | None = None) -> Path:
     shutil.copytree(root / "tied-bf16" / "checkpoint-4", copy)
     path = next(copy.rglob(pattern))
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2 if place is None else place(path, content)] ^= 1
     path.write_bytes(content)
     return copy
 
 
+def place_of(key: str) -> Callable[[Path, bytes], int]:
+    def place(path: Path, content: bytes) -> int:
+        state = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        moments = state["base_optimizer_state"]["state"][0]
+        values = state["single_partition_of_fp32_groups"][0] if key == "master" else moments[key]
+        return content.index(values.detach().numpy().tobytes()) + 4000
+
+    return place
+
+
 def test_what_is_read_is_verified_first(root, capsys, tmp_path):
-    """bf16 comes from the module's copy alone, so the optimizer's files, most of the bytes, are not read for it."""
+    """bf16 comes from the module's copy alone, and fp32 reads the master weights alone of the optimizer's files."""
     model = damaged(root, tmp_path / "checkpoint-1", "*model_states.pt")
-    optimizer = damaged(root, tmp_path / "checkpoint-2", "*optim_states.pt")
+    optimizer = damaged(root, tmp_path / "checkpoint-2", "*optim_states.pt", place_of("master"))
+    moments = damaged(root, tmp_path / "checkpoint-3", "*optim_states.pt", place_of("exp_avg_sq"))
     options = ("--out", tmp_path / "out", "--overwrite")
     assert export(root, capsys, model, *options, code=2)["problems"][0]["code"] == "CHECKPOINT_DAMAGED"
     assert export(root, capsys, optimizer, *options, "--dtype", "fp32", code=2)["problems"][0]["code"] == (
@@ -223,6 +234,7 @@ def test_what_is_read_is_verified_first(root, capsys, tmp_path):
     )
     assert not (tmp_path / "out").exists()
     export(root, capsys, optimizer, *options)
+    export(root, capsys, moments, *options, "--dtype", "fp32")
     (optimizer / "plan.json").unlink()
     assert export(root, capsys, optimizer, *options, code=2)["problems"][0]["code"] == "CHECKPOINT_DAMAGED"
 

@@ -39,7 +39,7 @@ MIXED = [
 def test_any_order_and_any_dtype_reads_back(tmp_path: Path, limit: int) -> None:
     with ShardWriter(tmp_path, MIXED, limit) as writer:
         for entry in reversed(MIXED):
-            writer.write(entry.name, _values(entry), remember=True)
+            writer.write(entry.name, _values(entry))
     found: dict[str, torch.Tensor] = {}
     for file in tmp_path.glob("*.safetensors"):
         found |= load_file(file)

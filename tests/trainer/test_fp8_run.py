@@ -14,7 +14,7 @@ from train_jobs import curve, job_values, records, write_inputs
 from transformers import AutoModelForCausalLM
 
 import toolkit as tk
-from toolkit.checkpoint.reference_logits import PROBE
+from toolkit.checkpoint.layout import PROBE
 from toolkit.config.job import Job
 from toolkit.errors import ToolkitError
 from toolkit.exporter.checkpoint import logits_difference

@@ -20,6 +20,7 @@ MANIFEST = "manifest.json"
 PLAN = "plan.json"
 STATE = "state.json"
 LATEST = "latest"
+PROBE = "probe.safetensors"
 RANDOM = "random"
 MODEL = "model"
 

@@ -24,7 +24,22 @@ _ZIP = b"PK\x03\x04"
 _NAMED = re.compile(r"GLOBAL (\S+)|but got (<class '[^']+'>)|function (\S+)")
 
 
-def read_pickle(folder: Path, name: str, *, mmap: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
+# The classes of `pickled_classes`, by what stands in for them where DeepSpeed is not imported.
+_STAND_INS = (
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+)
+_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+
+
+class Attributes:
+    """The attributes of an object of a class that is not imported."""
+
+
+def read_pickle(
+    folder: Path, name: str, *, mmap: bool = False, map_location: Any = "cpu", stand_ins: bool = False
+) -> dict[str, Any]:
     """Read a dictionary that `torch.save` wrote; no code of the file runs.
 
     Args:
@@ -32,6 +47,7 @@ def read_pickle(folder: Path, name: str, *, mmap: bool = False, map_location: An
         name: Path relative to it.
         mmap: Maps the tensors, so that each is read when it is used.
         map_location: As in `torch.load`.
+        stand_ins: Whether objects of DeepSpeed's classes are read as `Attributes`, and its stages as numbers, without importing it.
 
     Raises:
         CheckpointError: CHECKPOINT_UNSAFE when it names a class or a function that is not allowed.
@@ -42,7 +58,7 @@ def read_pickle(folder: Path, name: str, *, mmap: bool = False, map_location: An
         with path.open("rb") as file:
             if file.read(len(_ZIP)) != _ZIP:
                 raise OSError("is not an archive that `torch.save` writes")
-        with torch.serialization.safe_globals(_allowed()), warnings.catch_warnings():
+        with torch.serialization.safe_globals(_allowed(stand_ins=stand_ins)), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about other protocols and TorchScript, which are refused
             value = torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except Exception as error:  # a truncated archive raises anything from EOFError to RuntimeError
@@ -55,7 +71,7 @@ def read_pickle(folder: Path, name: str, *, mmap: bool = False, map_location: An
     return value
 
 
-def _allowed() -> list[Any]:
+def _allowed(*, stand_ins: bool) -> list[Any]:
     """Return the classes allowed in addition to torch's own (torch _weights_only_unpickler.py _get_allowed_globals).
 
     Source:
@@ -63,7 +79,7 @@ def _allowed() -> list[Any]:
     """
     reconstruct = np.empty(0).__reduce__()[0]
     return [
-        *pickled_classes(),
+        *([(int, _STAGE), *((Attributes, path) for path in _STAND_INS)] if stand_ins else pickled_classes()),
         # A file has one of the two names, depending on the NumPy that wrote it: 2, or 1.
         *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("_core", "core")),
         *(np.ndarray, np.dtype, type(np.dtype(np.uint32))),

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from toolkit.checkpoint.layout import PROBE
 from toolkit.engine.run import Run
 from toolkit.modeling.fp8 import without_fp8
 from toolkit.tensor_parallel.embedding import gather_scores
 from toolkit.tensor_parallel.linear import ColumnParallelLinear
-
-PROBE = "probe.safetensors"
 
 # Enough positions to exercise attention, rotary embeddings and norms; 16 rows of a 256k vocabulary are 16 MB in fp32.
 NUM_TOKENS = 16

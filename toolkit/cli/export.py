@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from toolkit.checkpoint.layout import MODEL
 from toolkit.cli.options import JsonOption
 from toolkit.cli.output import print_fields, print_json
 from toolkit.config.paths import is_folder
@@ -59,7 +60,7 @@ def export(
     """Write safetensors, config, tokenizer and a model card that `from_pretrained` loads, from a checkpoint of any ZeRO stage.
 
     What it reads of the checkpoint is verified first, and nothing of it runs unless --trust-remote-code says so; names,
-    shapes and a sample of the values are read back after. README.md is a model card: base model, data, settings, figures, versions.
+    shapes and the ends of all values are read back after. README.md is a model card: base model, data, settings, figures, versions.
 
     Example: `toolkit export runs/my-job/checkpoint-500 --out my-model`
 
@@ -78,9 +79,9 @@ def export(
         raise typer.BadParameter("it is about the repository of --push-to-hub", param_hint="--public")
     raise_all(RunError, token_problems("--push-to-hub", push_to_hub))
     is_folder(checkpoint, key="CHECKPOINT")  # refuses a path that the system does
-    export_checkpoint = load_exporter()
     if step_of(checkpoint) is None and list(checkpoint.glob("checkpoint-*")):
         checkpoint = latest_checkpoint(checkpoint)
+    export_checkpoint = _load_quickly(checkpoint, trust_remote_code=trust_remote_code)
     target = out or checkpoint.parent / "export"
     console = SteadyConsole(stderr=True)
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
@@ -109,6 +110,19 @@ def export(
         print_json(export_as_dict(done) | {"hub": address})
     elif address is not None:
         print_fields([("hub", address)])
+
+
+def _load_quickly(checkpoint: Path, *, trust_remote_code: bool) -> Callable[..., Export]:
+    """Return `tk.export` for one checkpoint and the end of the process: without packages that DeepSpeed's files of whole models do not need."""
+    from toolkit.modeling.lean_imports import lean_imports, quick_imports
+
+    needs_all = (
+        trust_remote_code
+        or (checkpoint / MODEL / "adapter_config.json").exists()
+        or any(checkpoint.glob("*/engine.json"))
+    )
+    with quick_imports() if needs_all else lean_imports():
+        return load_exporter()
 
 
 def load_exporter() -> Callable[..., Export]:

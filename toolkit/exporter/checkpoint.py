@@ -12,13 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from toolkit.arguments import Positive, checks_arguments
-from toolkit.checkpoint.layout import MODEL, tag_of
-from toolkit.checkpoint.manifest import damaged, is_shard, read_manifest
+from toolkit.checkpoint.archives import ReadChecks
+from toolkit.checkpoint.layout import MODEL, PROBE, tag_of
+from toolkit.checkpoint.manifest import checksum_problems, damaged, index_problems, is_shard, read_manifest
 from toolkit.checkpoint.manifest import verify as verify_checkpoint
-from toolkit.checkpoint.reference_logits import PROBE
+from toolkit.checkpoint.nvme_state import SWAPPED
 from toolkit.checkpoint.state import State, saved_plan
-from toolkit.engine.initialize import locate_weights
-from toolkit.errors import CheckError, CheckpointError, first_line
+from toolkit.errors import CheckError, CheckpointError, first_line, raise_all
 from toolkit.exporter.export import ExportReport, export_checkpoint
 from toolkit.exporter.hub import write_card
 from toolkit.exporter.model_folder import brings_code, read_model_object
@@ -34,6 +34,9 @@ CHECK_LOGITS_PARAMETERS = 2_000_000_000
 # Largest difference of two logits, relative to the largest logit: rounding of a forward pass on another device,
 # about ten layers of 2**-8 (bf16), 2**-11 (fp16) or 2**-24 (fp32) each, with a margin.
 TOLERANCE = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-4}
+
+
+_NO_CHECKS: tuple[ReadChecks | None, tuple[str, ...]] = (None, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +100,9 @@ def export(
         verify_checkpoint(source, unread=is_shard)  # before its plan tells which shards to read
     state, plan = State.load(source), saved_plan(source)
     merge_adapter = merge_adapter or plan.job.train.changes_base
+    checks, checked = _NO_CHECKS
     if verify_first:
-        _verify_shards(source, plan, dtype=dtype, merge_adapter=merge_adapter)
+        checks, checked = _verify_shards(source, plan, dtype=dtype, merge_adapter=merge_adapter)
     if plan.job.model.trust_remote_code and not trust_remote_code and _has_code(source / MODEL):
         raise CheckpointError(brings_code(source / MODEL))
     probe = source / PROBE if PROBE in read_manifest(source) else None  # a file that it does not name was never checked
@@ -114,6 +118,8 @@ def export(
     differences: list[float] = []
 
     def finish(folder: Path, report: ExportReport) -> None:
+        if checks is not None and not checks.agree():
+            raise_all(CheckpointError, checksum_problems(source, read_manifest(source), checked))
         write_card(folder, report, plan, state, source.absolute().parent)
         if reason is not None:
             return
@@ -133,6 +139,7 @@ def export(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         grid=plan.grid,
+        checks=checks,
         progress=progress,
         inspect=finish,
     )
@@ -161,8 +168,15 @@ def _why_not_compared(
     return None
 
 
-def _verify_shards(source: Path, plan: Plan, *, dtype: str | None, merge_adapter: bool) -> None:
-    """Verify the checksums of DeepSpeed's files that the export reads.
+def _verify_shards(
+    source: Path, plan: Plan, *, dtype: str | None, merge_adapter: bool
+) -> tuple[ReadChecks | None, tuple[str, ...]]:
+    """Verify the engine's files that the export reads.
+
+    Those whose index the manifest has are not hashed: each of their tensors is checked when it is read.
+
+    Returns:
+        The checks of what is read, and the names of their files; None if all files were hashed.
 
     Below stage 3 the module states have every weight in the training dtype; the optimizer's files, six times as large
     in bf16, have the rest: fp32 master weights, from which adapters are merged, and moments.
@@ -170,7 +184,21 @@ def _verify_shards(source: Path, plan: Plan, *, dtype: str | None, merge_adapter
     settings = plan.settings
     is_zero = plan.job.parallel.strategy == "zero"  # the files of DDP and FSDP2 hold weights and moments alike
     module_will_do = is_zero and settings.zero_stage < 3 and dtype in (None, settings.dtype) and not merge_adapter
-    verify_checkpoint(source, unread=lambda name: not is_shard(name) or (module_will_do and _is_optimizer_file(name)))
+    manifest = read_manifest(source)
+    read = [name for name in manifest if is_shard(name) and not (module_will_do and _is_optimizer_file(name))]
+    by_tensor = [name for name in read if name.endswith(".pt") and manifest[name].index is not None]
+    if any(SWAPPED in name for name in read):  # mapped tensors of no archive
+        by_tensor = []
+    hashed = {*read} - {*by_tensor}
+    raise_all(CheckpointError, index_problems(source, manifest))
+    verify_checkpoint(source, unread=lambda name: name not in hashed)
+    if not by_tensor:
+        return _NO_CHECKS
+    try:
+        return ReadChecks(source / name for name in by_tensor), tuple(by_tensor)
+    except ValueError:
+        raise_all(CheckpointError, checksum_problems(source, manifest, by_tensor))
+        raise
 
 
 def _has_code(model_dir: Path) -> bool:
@@ -217,7 +245,7 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, model_dir: Path, 
 
     disable_progress_bar()
     attention = plan.settings.attention if plan.settings.attention != "flash_attention_2" else "sdpa"
-    base = folder if report.kind != "adapter" else locate_weights(plan)
+    base = folder if report.kind != "adapter" else _located(plan)
     try:
         # An adapter was trained on the base as the run had it, which its folder does not say.
         job = plan.job.model
@@ -263,4 +291,10 @@ def _grow(model: Any, vocab_size: int) -> None:
 def _base_weights(plan: Plan, *, merge_adapter: bool) -> Path | None:
     """Return the folder of a LoRA run's frozen weights, which its checkpoints leave out."""
     read = leaves_frozen_out(plan) and plan.settings.init == "pretrained"
-    return locate_weights(plan) if merge_adapter and read else None
+    return _located(plan) if merge_adapter and read else None
+
+
+def _located(plan: Plan) -> Path:
+    from toolkit.engine.initialize import locate_weights
+
+    return locate_weights(plan)

@@ -13,8 +13,14 @@ from toolkit.errors import CheckpointError, Problem
 from toolkit.modeling.safetensors_folder import some
 from toolkit.topology.grid import Grid
 
+_RECORD = "engine.json"  # toolkit.engine.sharded_files.ENGINE_FILE, whose module imports DTensor
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+
+
+def is_sharded(tag_dir: Path) -> bool:
+    """Return whether a tag's folder has the files of DDP or FSDP2, not DeepSpeed's."""
+    return (tag_dir / _RECORD).exists()
 
 
 def model_files(folder: Path, *, mp_rank: int) -> list[Path]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from toolkit.checkpoint.archives import ReadChecks
 from toolkit.errors import CheckpointError, Problem
 from toolkit.exporter.adapter import (
     Weights,
@@ -21,10 +26,10 @@ from toolkit.exporter.adapter import (
 )
 from toolkit.exporter.adapter_shards import adapted_shards
 from toolkit.exporter.contents import Contents, Kind, Opened, choose_contents
+from toolkit.exporter.engine_files import is_sharded
 from toolkit.exporter.model_folder import adapted_model, copy_companions, empty_model
 from toolkit.exporter.pipeline_reader import UnitedCheckpoint
 from toolkit.exporter.readback import verify_written
-from toolkit.exporter.sharded_reader import ShardedCheckpoint, is_sharded
 from toolkit.exporter.tensor_parallel_reader import JoinedCheckpoint
 from toolkit.exporter.writer import Entry, ShardWriter, staged_folder
 from toolkit.exporter.zero_reader import ZeroCheckpoint
@@ -37,7 +42,8 @@ from toolkit.topology.grid import Grid
 
 Progress = Callable[[int, int], None]
 _ONE_RANK = Grid()
-_SAMPLES = 16  # tensors whose bytes are read back
+# Reading, conversion and writing of a tensor let other threads run. Each holds a tensor in memory.
+_MAX_THREADS = 8
 _MAX_TAG_BYTES = 1000
 
 
@@ -53,7 +59,7 @@ class ExportReport:
         num_bytes: Total size, bytes.
         dtype: Dtype of the token embedding, as in `config.json`; for an adapter that of its first matrix.
         untied: Weights that the config tied, but that training made differ; written separately, and untied in the config.
-        verified: Whether names, shapes and a sample of the values were read back.
+        verified: Whether names, shapes and the ends of all values were read back.
     """
 
     output_dir: Path
@@ -82,13 +88,14 @@ def export_checkpoint(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     grid: Grid = _ONE_RANK,
+    checks: ReadChecks | None = None,
     progress: Progress | None = None,
     inspect: Callable[[Path, ExportReport], None] | None = None,
 ) -> ExportReport:
     """Write a checkpoint of ZeRO 0 to 3, DDP or FSDP2 as Hugging Face safetensors, on one CPU process.
 
-    Host memory: the largest group of tensors that are converted together (mostly one matrix; of a mixture of experts, one
-    layer's stacked matrix), and one rank's shard of one, whatever the size of the model or of a shard.
+    Host memory: for each of a few threads a group of tensors that are converted together (mostly one matrix; of a mixture of experts,
+    one layer's stacked matrix), and one rank's shard of one, whatever the size of the model or of a shard.
 
     Args:
         checkpoint_dir: A `checkpoint-STEP` folder.
@@ -101,10 +108,11 @@ def export_checkpoint(
         max_shard_size_bytes: Size above which a new file begins, bytes.
         merge_adapter: Whether to write the base with the adapter merged into it, not the adapter.
         packed: Whether the adapter was trained over linear layers in NF4, as which they are merged.
-        verify: Whether to read back every name and shape, as `from_pretrained` would match them, and a sample of the values.
+        verify: Whether to read back every name and shape, as `from_pretrained` would match them, and the ends of all values.
         overwrite: Whether to replace the contents of `output_dir`.
         trust_remote_code: Whether to run model code in `model_dir`.
         grid: Grid of the run, whose stages and tensor shards are joined. Its replicas are identical.
+        checks: Checks of the tensors that are read of archives.
         progress: Called with tensors written and total tensors.
         inspect: Called with the finished folder before it takes its place; if it raises, nothing is left.
     Raises:
@@ -122,6 +130,7 @@ def export_checkpoint(
         peft_dir,
         trust_remote_code=trust_remote_code,
         grid=grid,
+        checks=checks,
     )
     if merge_adapter and opened.peft_model is None:
         raise CheckpointError(_not_adapted(source))
@@ -151,12 +160,22 @@ def export_checkpoint(
     return report
 
 
-def _open(tag_dir: Path, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool, grid: Grid) -> Opened:
-    ranks: list[Weights] = (
-        [ShardedCheckpoint(tag_dir)]
-        if is_sharded(tag_dir)
-        else [ZeroCheckpoint(tag_dir, mp_rank, grid) for mp_rank in range(grid.size("model"))]
-    )
+def _open(
+    tag_dir: Path,
+    model_dir: Path,
+    peft_dir: Path | None,
+    *,
+    trust_remote_code: bool,
+    grid: Grid,
+    checks: ReadChecks | None,
+) -> Opened:
+    ranks: list[Weights]
+    if is_sharded(tag_dir):
+        from toolkit.exporter.sharded_reader import ShardedCheckpoint
+
+        ranks = [ShardedCheckpoint(tag_dir)]
+    else:
+        ranks = [ZeroCheckpoint(tag_dir, mp_rank, grid, checks) for mp_rank in range(grid.size("model"))]
     adapted = any(map(is_adapted, ranks))
     names = {name for rank in ranks for name in rank.tensors}
     lora = read_adapter_config(peft_dir or model_dir) if adapted else {}
@@ -194,18 +213,29 @@ def _write(
         entries.extend(Entry(name=name, shape=tuple(value.shape), dtype=value.dtype) for name, value in metas.items())
     # peft reads one file only
     limit = max_shard_size_bytes if plan.kind != "adapter" else sum(entry.num_bytes for entry in entries) + 1
-    sampled = {entries[position].name for position in _spread(len(entries), _SAMPLES)}
     stem = "adapter_model" if plan.kind == "adapter" else "model"
     done = 0
-    with ShardWriter(folder, entries, limit, stem) as writer:
-        for group in plan.groups:
-            values = _reverted(plan, model, {key: plan.read(key) for key in group})
-            while values:
-                name = next(iter(values))
-                writer.write(name, values.pop(name), remember=name in sampled)
-                done += 1
-            if progress is not None:
-                progress(done, len(entries))
+
+    def convert(group: tuple[str, ...]) -> int:
+        values = _reverted(plan, model, {key: plan.read(key) for key in group})
+        count = len(values)
+        while values:
+            name = next(iter(values))
+            writer.write(name, values.pop(name))
+        return count
+
+    workers = min(_MAX_THREADS, os.cpu_count() or 1)
+    with ShardWriter(folder, entries, limit, stem) as writer, ThreadPoolExecutor(workers) as pool:
+        groups = iter(plan.groups)
+        running = deque(pool.submit(convert, group) for group in islice(groups, 2 * workers))
+        try:
+            while running:
+                done += running.popleft().result()
+                running.extend(pool.submit(convert, group) for group in islice(groups, 1))
+                if progress is not None:
+                    progress(done, len(entries))
+        finally:
+            pool.shutdown(cancel_futures=True)
     return writer
 
 
@@ -247,10 +277,3 @@ def _not_adapted(source: Path) -> Problem:
         message=f"merge_adapter=True, but {source} has no LoRA weights",
         fix="Leave merge_adapter out",
     )
-
-
-def _spread(length: int, count: int) -> list[int]:
-    """Return up to `count` evenly spaced positions, including first and last."""
-    if length <= count:
-        return list(range(length))
-    return [round(number * (length - 1) / (count - 1)) for number in range(count)]

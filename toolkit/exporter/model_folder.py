@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
-from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -80,6 +77,8 @@ def adapted_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
     Raises:
         CheckpointError: EXPORT_ADAPTER_CONFIG.
     """
+    from peft import LoraConfig, get_peft_model
+
     try:
         config = LoraConfig.from_peft_type(**lora)
         if isinstance(config.target_modules, str):
@@ -97,8 +96,11 @@ def adapted_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
         ) from error
 
 
-def _match_targets(model: PreTrainedModel, config: LoraConfig) -> None:
+def _match_targets(model: PreTrainedModel, config: Any) -> None:
     """Match the regular expression of an adapter with every name with which peft will match it."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     convert_peft_config_for_transformers(copy.deepcopy(config), model=model, conversions=None)
     for name, _ in model.named_modules():
         check_target_module_exists(config, name)

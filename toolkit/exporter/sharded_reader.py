@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from toolkit.engine.sharded_files import ENGINE_FILE, WEIGHT, EngineRecord, ShardReader, load_tensors
+from toolkit.engine.sharded_files import WEIGHT, EngineRecord, ShardReader, load_tensors
 from toolkit.errors import CheckpointError, Problem
 from toolkit.exporter.zero_reader import StoredTensor
 from toolkit.modeling.architecture import DTYPES
@@ -70,11 +70,6 @@ class ShardedCheckpoint:
         except (ValueError, LookupError, OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(_damaged(self.folder, f"has no values of {name}: {error!r:.200}")) from error
         return whole.to(dtype) if whole.is_floating_point() else whole
-
-
-def is_sharded(folder: Path) -> bool:
-    """Return whether a tag's folder has the files of DDP or FSDP2, not DeepSpeed's."""
-    return (folder / ENGINE_FILE).exists()
 
 
 def _damaged(path: Path, what: str) -> Problem:

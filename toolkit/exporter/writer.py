@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import torch
@@ -22,9 +22,11 @@ from torch import Tensor
 
 from toolkit.checkpoint.disk import LIFT_LIMIT, file_limit
 from toolkit.errors import CheckpointError, RunError
+from toolkit.exporter.block_file import BlockFile
 from toolkit.io import make_folder, write_json
 from toolkit.modeling.safetensors_folder import DTYPES
 
+_SAMPLE_BYTES = 64 * 2**10  # read back at each end of a tensor
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -69,7 +71,7 @@ class ShardWriter:
     stem: str = "model"
     digests: dict[str, str] = field(default_factory=dict)
     file_of: dict[str, str] = field(default_factory=dict)
-    _files: dict[str, IO[bytes]] = field(default_factory=dict)
+    _files: dict[str, BlockFile] = field(default_factory=dict)
     _starts: dict[str, int] = field(default_factory=dict)
     _waiting: dict[str, Entry] = field(default_factory=dict)
 
@@ -90,8 +92,7 @@ class ShardWriter:
     def __exit__(self, *failure: Any) -> None:
         for name, file in self._files.items():
             with _disk(self.folder / name) if failure[0] is None else contextlib.suppress(OSError):
-                file.flush()
-                os.fsync(file.fileno())
+                file.sync()
             file.close()
         if failure[0] is None:
             self._finish()
@@ -101,24 +102,20 @@ class ShardWriter:
         """Total size of the data, bytes."""
         return sum(entry.num_bytes for entry in self.entries)
 
-    def write(self, name: str, tensor: Tensor, *, remember: bool = False) -> None:
-        """Write one tensor; its shape and dtype must be those of its entry.
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor, in any thread; its shape and dtype must be those of its entry.
 
         Args:
             name: Key of the tensor.
             tensor: Tensor on the CPU.
-            remember: Whether to keep the SHA-256 of its bytes in `digests`.
         """
         entry = self._waiting.pop(name)
         if (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
             raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, was planned as {entry}")
         values = tensor_bytes(tensor)
-        file = self._files[self.file_of[name]]
         with _disk(self.folder / self.file_of[name]):
-            file.seek(self._starts[name])
-            file.write(values)
-        if remember:
-            self.digests[name] = hashlib.sha256(values).hexdigest()
+            self._files[self.file_of[name]].write_at(values, self._starts[name])
+        self.digests[name] = sample_digest(values)
 
     def _begin(self, file_name: str, shard: list[Entry]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -132,9 +129,9 @@ class ShardWriter:
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._files[file_name] = file = (self.folder / file_name).open("wb")
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + offset)
+        self._files[file_name] = BlockFile(
+            self.folder / file_name, len(text).to_bytes(8, "little") + text, 8 + len(text) + offset
+        )
         for entry in shard:
             self._starts[entry.name] += 8 + len(text)
 
@@ -206,6 +203,13 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's data as safetensors stores them: row-major, little-endian."""
     flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
+
+
+def sample_digest(values: memoryview) -> str:
+    """Return the SHA-256 of a tensor's first and last bytes, which a read-back compares."""
+    digest = hashlib.sha256(values[:_SAMPLE_BYTES])
+    digest.update(values[-_SAMPLE_BYTES:])
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

@@ -18,11 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from toolkit.checkpoint.archives import ReadChecks, release
 from toolkit.checkpoint.nvme_state import SWAPPED, master_weights, read_sub_groups
 from toolkit.checkpoint.pickles import read_pickle
 from toolkit.distributed.deepspeed_private import WEIGHTS_ALONE
@@ -56,6 +58,7 @@ class ZeroCheckpoint:
         folder: Folder of the tag.
         mp_rank: Model-parallel rank whose tensors to read.
         grid: Grid of the run that wrote the tag, for stages and tensor ranks. The files tell the number of replicas.
+        checks: Checks of the tensors that are read, if the files were not compared with their checksums before.
     Raises:
         CheckpointError: EXPORT_NO_CHECKPOINT, EXPORT_INCOMPLETE, EXPORT_DAMAGED, EXPORT_MODEL_PARALLEL, EXPORT_NVME,
             CHECKPOINT_UNSAFE.
@@ -66,6 +69,7 @@ class ZeroCheckpoint:
     folder: Path
     mp_rank: int = 0
     grid: Grid = _ONE_RANK
+    checks: ReadChecks | None = None
     tensors: dict[str, StoredTensor] = field(init=False)
     _module: dict[str, Tensor] = field(init=False)
     _states: list[dict[str, Any]] = field(init=False)
@@ -73,6 +77,7 @@ class ZeroCheckpoint:
     _optimizers: list[dict[str, Any]] = field(init=False, default_factory=list)
     _is_partitioned: bool = field(init=False)
     _fragments: dict[str, list[Tensor]] = field(init=False)
+    _lock: Lock = field(init=False, default_factory=Lock)
 
     def __post_init__(self) -> None:
         check_model_ranks(self.folder, self.grid)
@@ -101,16 +106,30 @@ class ZeroCheckpoint:
         if tuple(whole.shape) != stored.shape:
             raise CheckpointError(_damaged(self.folder, f"has no values of {name}"))
         if not whole.is_floating_point() or whole.dtype == dtype:
-            return whole.contiguous()
+            return self._taken(whole)
         with _as_damage(self.folder):
             masters = list(self._master_fragments(stored.owner))
-        return self._join(name, masters, dtype) if masters else whole.to(dtype)
+        return self._join(name, masters, dtype) if masters else self._taken(whole, dtype)
 
     def _optimizer_states(self) -> list[dict[str, Any]]:
         """Return each data-parallel rank's optimizer state, read lazily, as below stage 3 it is rarely needed."""
-        if not self._optimizers:
-            self._optimizers = [_load(self.folder, name)["optimizer_state_dict"] for name in self._optimizer_names]
-        return self._optimizers
+        with self._lock:
+            self._optimizers = self._optimizers or [
+                _load(self.folder, name)["optimizer_state_dict"] for name in self._optimizer_names
+            ]
+            return self._optimizers
+
+    def _taken(self, mapped: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a copy of a mapped tensor, whose pages need not stay in memory."""
+        taken = torch.empty(mapped.shape, dtype=dtype or mapped.dtype)
+        self._take(taken, mapped)
+        return taken
+
+    def _take(self, target: Tensor, mapped: Tensor) -> None:
+        if self.checks is not None:
+            self.checks.see(mapped)
+        target.copy_(mapped)
+        release(mapped)
 
     def _join(self, name: str, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         stored = self.tensors[name]
@@ -122,7 +141,7 @@ class ZeroCheckpoint:
         start = 0
         for part in parts:  # the last part may be padded
             taken = min(part.numel(), numel - start)
-            joined[start : start + taken].copy_(part[:taken])
+            self._take(joined[start : start + taken], part[:taken])
             start += taken
         return joined.view(stored.shape)
 
@@ -226,7 +245,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _load(folder: Path, name: str) -> dict[str, Any]:
     try:
-        return read_pickle(folder, name, mmap=True)
+        return read_pickle(folder, name, mmap=True, stand_ins=True)
     except ValueError as error:
         raise CheckpointError(_damaged(folder / name, str(error))) from error
 
