@@ -1,14 +1,16 @@
-"""Memory and speed of jobs as the toolkit trains them on one card, beside the same jobs through the Trainer of transformers.
+"""Memory and speed of jobs as the toolkit trains them on the cards of one machine, beside the same jobs through Trainer and torch alone.
 
-Each case of a list is a randomly initialised model that takes a few optimizer steps on random tokens in a process of its
-own; the next process imports what it needs meanwhile. One JSON object a run is written: peaks by phase, reserved memory,
-seconds a step, the time to the first step, and with `--profile` the seconds of a step by kind of kernel.
+Each case of a list is a randomly initialised model that takes a few optimizer steps on random tokens, one process a card;
+the processes of the next case import what they need meanwhile. One JSON object a run is written: peaks by phase, reserved
+memory, seconds a step, the time to the first step, and with `--profile` the seconds of a step by kind of kernel.
 
     python benchmarks/job_speed.py tests/data/cards/speed_cases.yaml --out rows.jsonl
     python benchmarks/job_speed.py cases.yaml --out rows.jsonl --only llama-3b-compile --mode toolkit trainer-zero3 trainer-liger
+    python benchmarks/job_speed.py tests/data/cards/two_card_cases.yaml --gpus 2 --out rows.jsonl --mode toolkit torch-fsdp2
 
 Modes: `toolkit` runs the job by `tk.initialize`; `trainer-zero3` the same micro batch, accumulation and method by Trainer
-with the usual ZeRO-3 file and checkpointing; `trainer-liger` by Trainer with Liger's kernels and ZeRO-2.
+with the usual ZeRO-3 file and checkpointing; `trainer-liger` by Trainer with Liger's kernels and ZeRO-2; `torch-fsdp2` the
+same settings by torch's `fully_shard` of each layer, with Liger's fused loss, fp32 master weights and the fused AdamW.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ import yaml
 
 STEPS, WARM_UP = 7, 3
 CASE_TIMEOUT_SECONDS = 150
-MODES = ("toolkit", "trainer-zero3", "trainer-liger")
+MODES = ("toolkit", "trainer-zero3", "trainer-liger", "torch-fsdp2")
 
 
 def read_cases(path: Path) -> list[dict[str, Any]]:
@@ -42,7 +45,7 @@ def read_cases(path: Path) -> list[dict[str, Any]]:
     return [{**case, "config": models.get(case["model"])} for case in document["cases"]]
 
 
-def plan_of(case: Mapping[str, Any], folder: Path, *, gpu: str) -> Any:
+def plan_of(case: Mapping[str, Any], folder: Path, *, gpu: str, gpus: int = 1) -> Any:
     """Return the plan of a case; the config.json of a model of its own is written into `folder`."""
     import toolkit as tk
     from toolkit.config.loader import parse_job
@@ -54,7 +57,7 @@ def plan_of(case: Mapping[str, Any], folder: Path, *, gpu: str) -> Any:
         name = str(folder / name)
     document = {
         "model": {"name": name, "init": "random"},
-        "cluster": {"gpu": gpu, "gpus_per_node": 1, "host_memory_gib": 1024},
+        "cluster": {"gpu": gpu, "gpus_per_node": gpus, "host_memory_gib": 1024},
         "train": {"max_steps": STEPS, **case.get("train", {})},
         "parallel": case.get("parallel", {}),
         "deepspeed": case.get("deepspeed", {}),
@@ -66,7 +69,7 @@ def random_batches(plan: Any) -> Iterator[list[dict[str, Any]]]:
     import torch
 
     batch = plan.settings.batch
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
     shape = (batch.accumulation, batch.micro, plan.settings.sequence_length)
     while True:
         ids = torch.randint(0, plan.model.vocab_size, shape, generator=generator)
@@ -74,7 +77,7 @@ def random_batches(plan: Any) -> Iterator[list[dict[str, Any]]]:
 
 
 # ------------------------------------------------------------------------------------------------------------ one run
-def run_toolkit(plan: Any, row: dict[str, Any], *, profile: bool) -> None:
+def run_toolkit(plan: Any, row: dict[str, Any], *, profile: bool, traces: Path | None) -> None:
     import torch
 
     import toolkit as tk
@@ -93,7 +96,7 @@ def run_toolkit(plan: Any, row: dict[str, Any], *, profile: bool) -> None:
             losses.append(float(loss))
             start = time.perf_counter()
             if step + 1 == STEPS and profile and cuda:
-                row["profile"] = profiled(lambda: run.step(next(batches)))
+                row["profile"] = profiled(lambda: run.step(next(batches)), traces)
         row["peak_bytes"] = dict(run.memory.peaks)
         row["peak_allocated_bytes"] = run.memory.peak_bytes
     finish(row, seconds, losses)
@@ -180,6 +183,75 @@ def run_trainer(plan: Any, row: dict[str, Any], *, liger: bool) -> None:
     finish(row, [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=False)], [])
 
 
+def run_fsdp2(plan: Any, row: dict[str, Any], *, profile: bool, traces: Path | None) -> None:
+    """Train by torch alone: `fully_shard` of each decoder layer, which is compiled and recomputed as the plan's layers are."""
+    import torch
+    import torch.distributed as dist
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.llama import modeling_llama
+
+    train = plan.job.train
+    raw = dict(plan.model.config)
+    config = AutoConfig.for_model(raw.pop("model_type"), **raw)
+    config.use_cache = False
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    apply_liger_kernel_to_llama(
+        rope=False, swiglu=False, rms_norm=False, cross_entropy=False, fused_linear_cross_entropy=True
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    layers = model.model.layers
+    for layer in layers[: round(float(train.gradient_checkpointing) * len(layers))]:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in layers:
+        if train.torch_compile:
+            layer.compile()
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            local.fill_(1) if weight.dim() == 1 else local.normal_(std=0.02)
+    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=train.weight_decay, fused=True)
+    model.train()
+    batches = random_batches(plan)
+
+    def step() -> torch.Tensor:
+        total = torch.zeros((), device=device)
+        micro_batches = next(batches)
+        for index, batch in enumerate(micro_batches):
+            model.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            loss = model(**{name: ids.to(device) for name, ids in batch.items()}).loss / len(micro_batches)
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    seconds, losses = [], []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        loss = step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(loss))
+    row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+    if profile:
+        row["profile"] = profiled(step, traces)
+    finish(row, seconds, losses)
+
+
 def finish(row: dict[str, Any], seconds: list[float], losses: list[float]) -> None:
     import torch
 
@@ -194,8 +266,8 @@ def finish(row: dict[str, Any], seconds: list[float], losses: list[float]) -> No
         row["device_used_bytes"] = total - free
 
 
-def profiled(step: Any) -> dict[str, Any]:
-    """Return the card's seconds of a step by kind of kernel, and the seconds in which it did nothing."""
+def profiled(step: Any, traces: Path | None) -> dict[str, Any]:
+    """Return the card's seconds of a step by kind of kernel, and the seconds in which it did nothing; write its trace."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -204,6 +276,9 @@ def profiled(step: Any) -> dict[str, Any]:
         step()
         torch.cuda.synchronize()
     wall = time.perf_counter() - start
+    if traces is not None and os.environ["RANK"] == "0":
+        traces.parent.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(traces))
     kinds: dict[str, float] = defaultdict(float)
     names: dict[str, float] = defaultdict(float)
     for event in trace.key_averages():
@@ -259,7 +334,7 @@ def child(options: argparse.Namespace) -> None:
     import transformers
     import transformers.modeling_layers
 
-    plan = plan_of(case, out.parent / "model", gpu=options.gpu)
+    plan = plan_of(case, out.parent / f"model-{os.environ['RANK']}", gpu=options.gpu, gpus=options.gpus)
     print("ready", flush=True)
     sys.stdin.readline()
     row: dict[str, Any] = {
@@ -267,6 +342,7 @@ def child(options: argparse.Namespace) -> None:
         "mode": mode,
         "case": {key: case[key] for key in ("model", "train", "parallel", "deepspeed") if case.get(key)},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "gpus": options.gpus,
         "tokens_per_step": plan.settings.batch.train * plan.settings.sequence_length,
         "versions": {
             "torch": torch.__version__,
@@ -274,57 +350,78 @@ def child(options: argparse.Namespace) -> None:
             "transformers": transformers.__version__,
         },
     }
+    traces = None if options.traces is None else options.traces / f"{case['id']}-{mode}.json.gz"
     try:
         if mode == "toolkit":
-            run_toolkit(plan, row, profile=options.profile)
+            run_toolkit(plan, row, profile=options.profile, traces=traces)
+        elif mode == "torch-fsdp2":
+            run_fsdp2(plan, row, profile=options.profile, traces=traces)
         else:
             run_trainer(plan, row, liger=mode == "trainer-liger")
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {str(error)[:400]}"
         row["trace"] = traceback.format_exc()[-1500:]
-    out.write_text(json.dumps(row), encoding="utf-8")
+    if os.environ["RANK"] == "0" or "failed" in row:
+        out.write_text(json.dumps(row), encoding="utf-8")
     os._exit(0)
 
 
 # ------------------------------------------------------------------------------------------------------------- driver
 class Started:
-    """The process of one run, which imports first and begins when told."""
+    """The processes of one run, which import first and begin when told."""
 
     def __init__(self, case: Mapping[str, Any], folder: Path, port: int, options: argparse.Namespace) -> None:
-        from toolkit.launch.environment import ALLOCATOR
-
         self.case, self.folder = case, folder
         folder.mkdir(parents=True)
         (folder / "case.json").write_text(json.dumps(case), encoding="utf-8")
+        argv = [sys.executable, __file__, "--child", str(folder / "case.json"), str(folder / "row.json")]
+        argv += ["--gpu", options.gpu, "--gpus", str(options.gpus)]
+        if options.profile and case["mode"] in ("toolkit", "torch-fsdp2"):
+            argv += ["--profile", *(["--traces", str(options.traces)] if options.traces else [])]
+        self.processes = [self._start(argv, rank, port, options.gpus) for rank in range(options.gpus)]
+
+    def _start(self, argv: list[str], rank: int, port: int, gpus: int) -> subprocess.Popen[bytes]:
+        from toolkit.launch.environment import ALLOCATOR
+
         environment = os.environ | {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_WORLD_SIZE": "1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(gpus),
+            "LOCAL_WORLD_SIZE": str(gpus),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR,
         }
-        argv = [sys.executable, __file__, "--child", str(folder / "case.json"), str(folder / "row.json")]
-        argv += ["--gpu", options.gpu, *(["--profile"] if options.profile and case["mode"] == "toolkit" else [])]
-        with (folder / "log").open("wb") as log:
-            self.process = subprocess.Popen(
+        with (self.folder / f"log-{rank}").open("wb") as log:
+            return subprocess.Popen(
                 argv, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
 
     def finish(self) -> dict[str, Any]:
         start = time.monotonic()
-        try:
-            self.process.communicate(b"go\n", timeout=CASE_TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(b"go\n")
+            process.stdin.flush()
+        end = start + CASE_TIMEOUT_SECONDS
+        while time.monotonic() < end and any(process.poll() is None for process in self.processes):
+            if (self.folder / "row.json").exists() and any(process.poll() is not None for process in self.processes):
+                end = min(end, time.monotonic() + 5)  # a rank that failed leaves the others waiting for it
+            time.sleep(0.1)
+        self.kill()
         try:
             row: dict[str, Any] = json.loads((self.folder / "row.json").read_text(encoding="utf-8"))
         except OSError:
-            log = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
-            row = {"id": self.case["id"], "mode": self.case["mode"], "failed": log[-1500:]}
+            logs = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(self.folder.glob("log-*"))]
+            row = {"id": self.case["id"], "mode": self.case["mode"], "failed": "\n".join(log[-1500:] for log in logs)}
         return row | {"run_seconds": round(time.monotonic() - start, 1)}
+
+    def kill(self) -> None:
+        """End the processes that are left."""
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def main() -> None:
@@ -334,7 +431,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="ids of cases")
     parser.add_argument("--mode", nargs="+", choices=MODES, help="in place of the modes that a case names, or toolkit")
     parser.add_argument("--gpu", default="h200-sxm-141gb")
+    parser.add_argument("--gpus", type=int, default=1, help="cards of this machine")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--traces", type=Path, help="folder for rank 0's traces of the profiled steps")
     parser.add_argument("--seconds", type=float, default=1e9, help="starts no run after this time")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "ROW"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -357,7 +456,7 @@ def main() -> None:
             shown = {key: row.get(key) for key in ("id", "mode", "step_seconds", "run_seconds", "failed")}
             print(json.dumps(shown), flush=True)
         for started in ahead:
-            os.killpg(started.process.pid, signal.SIGKILL)
+            started.kill()
 
 
 if __name__ == "__main__":

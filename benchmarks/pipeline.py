@@ -335,7 +335,7 @@ def _modules() -> Any:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
 
     def drawn(module: Any) -> Any:
-        module.to_empty(device="cpu")
+        module.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
         with torch.no_grad():
             for weight in module.parameters():
                 weight.fill_(1) if weight.dim() == 1 else weight.normal_(std=0.02)
@@ -410,6 +410,8 @@ def train(options: argparse.Namespace, case: Case, out: Path) -> None:
             torch.cuda.synchronize()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
+    if options.traces is not None:
+        trace_step(run, options.traces / f"{out.stem}-rank{rank}.json.gz", cuda=options.cuda)
     peaks: list[Any] = [None] * options.gpus
     dist.all_gather_object(peaks, run.peak())
     passes: list[Any] = [None] * options.gpus
@@ -423,6 +425,20 @@ def train(options: argparse.Namespace, case: Case, out: Path) -> None:
     dist.barrier()
     if options.alone is None:
         dist.destroy_process_group()
+
+
+def trace_step(run: Any, path: Path, *, cuda: bool) -> None:
+    """Writes one step's trace of this rank, for chrome://tracing or Perfetto."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run.step()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+        run.step()
+        if cuda:
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
 
 
 def row_alone(options: argparse.Namespace, run: Any, rank: int, seconds: list[float]) -> dict[str, Any]:
@@ -500,7 +516,8 @@ def run_case(options: argparse.Namespace, text: str, ranks: Sequence[int]) -> di
     """Runs the ranks of a case together."""
     port, shared = free_port(), options.one_card or options.alone is not None
     with tempfile.TemporaryDirectory() as folder:
-        out, logs = Path(folder) / "row.json", Path(folder) / LOGS
+        name = text.replace(":", "-").replace("=", "").replace(",", "-")
+        out, logs = Path(folder) / f"{name}.json", Path(folder) / LOGS
         argv = [sys.executable, __file__, *sys.argv[1:], "--worker", text, str(out)]
 
         def environment(rank: int) -> dict[str, str]:
@@ -581,6 +598,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5, help=f"of which {WARM_UP} warm up")
+    parser.add_argument("--traces", type=Path, default=None, help="folder for a trace of one more step of each rank")
     parser.add_argument("--rows", type=Path, default=None, help="file of rows to add to; the table shows all of them")
     parser.add_argument("--worker", nargs=2, metavar=("CASE", "OUT"), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -36,7 +36,7 @@ def plan_of(run: dict[str, Any], folder: Path) -> Plan:
     case = run["case"]
     stage = case["zero"]
     # What the runs left to DeepSpeed's own defaults.
-    zero = {"reduce_bucket_size": 500_000_000} if stage else {}
+    zero = {"reduce_bucket_size": 500_000_000, "overlap_comm": stage == 3} if stage else {}
     train = {
         "sequence_length": case["seq"],
         "per_device_train_batch_size": case["mbs"],

@@ -21,7 +21,7 @@ def test_the_whole_configuration_of_a_small_job():
         "zero_optimization": {
             "stage": 2,
             "allgather_bucket_size": 1_000_576,
-            "overlap_comm": False,
+            "overlap_comm": True,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "reduce_bucket_size": 1_000_576,
@@ -75,6 +75,20 @@ def test_each_stage_holds_the_keys_that_it_reads():
     assert "allgather_bucket_size" not in zero(3)
     assert zero(3)["stage3_gather_16bit_weights_on_model_save"] is False
     assert zero(3)["overlap_comm"] is True
+
+
+@pytest.mark.parametrize(
+    ("where", "overlaps"),
+    [
+        ({}, True),
+        ({"ranks": 1}, False),
+        ({"gpu": CPU}, False),
+        ({"parallel": {"zero_stage": 2, "offload": "optimizer-cpu"}}, False),
+        ({"parallel": {"zero_stage": 1, "pipeline": 2}}, False),
+    ],
+)
+def test_several_cards_reduce_beside_the_backward_pass(where, overlaps):
+    assert plan_of(**where).deepspeed_config()["zero_optimization"]["overlap_comm"] is overlaps
 
 
 @pytest.mark.parametrize("consumer", ["trainer", "accelerate"])

@@ -40,8 +40,9 @@ DEEPSPEED: dict[str, Origin] = {
     ),
     "zero_optimization.stage": Origin(("parallel.zero_stage",)),
     "zero_optimization.overlap_comm": Origin(
-        ("parallel.zero_stage",),
-        "on under stage 3, as in DeepSpeed; under lower stages it would allocate a second bucket",
+        ("parallel.zero_stage", "cluster.gpus_per_node", "parallel.pipeline", _OFFLOAD),
+        "on under stage 3, as in DeepSpeed; under stages 1 and 2 where several cards reduce gradients, at the cost of a second "
+        "bucket, without a pipeline or an offloaded optimizer",
     ),
     "zero_optimization.contiguous_gradients": _default("gradients go to one buffer, so memory is not fragmented"),
     "zero_optimization.reduce_scatter": _default("a rank receives only the gradients that it keeps"),

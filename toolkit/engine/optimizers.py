@@ -34,7 +34,8 @@ def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.op
     if train.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=train.momentum, weight_decay=train.weight_decay)
     betas = (train.adam_beta1, train.adam_beta2)
-    on_host = plan.job.parallel.fsdp2_options.cpu_offload
+    # One pass over the state, in RAM as on a card, and no temporaries (torch optim/adamw.py _fused_adamw).
+    fused = True if plan.job.parallel.fsdp2_options.cpu_offload or not plan.on_cpu else None
     if train.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
@@ -51,8 +52,8 @@ def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.op
     if train.optimizer == "adamw_8bit":
         return _in_parts(_bitsandbytes(plan).AdamW8bit)(groups, **options)  # type: ignore[no-any-return]
     if train.optimizer == "muon":
-        return MuonWithAdamW(groups, model, momentum=train.used_momentum, **options)
-    return torch.optim.AdamW(groups, **options, fused=True if on_host else None)  # one pass over the state in RAM
+        return MuonWithAdamW(groups, model, momentum=train.used_momentum, **options, fused=fused)
+    return torch.optim.AdamW(groups, **options, fused=fused)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -17,7 +17,7 @@ import torch
 from toolkit.distributed.deepspeed_private import expect_backward
 from toolkit.distributed.p2p import P2PChannels
 from toolkit.distributed.world import World
-from toolkit.engine.forward_backward import MicroBatch, step_loss
+from toolkit.engine.forward_backward import MicroBatch, step_loss, without_search_for_documents
 from toolkit.engine.grad_reduction import reduction
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.pipeline_parallel import forward_stage, hidden_dtype, hidden_shape
@@ -46,14 +46,23 @@ class PipelineForwardBackward(ScheduleRunner):
 
     def __init__(self, plan: Plan, world: World, engine: Any, memory: PhaseMemoryTracker) -> None:
         schedule = plan.schedule
-        channels = P2PChannels(world.grid, world.rank, device=world.device, wraps=schedule.virtual_stages > 1)
+        # An empty tensor with the dtype and device of the activations between stages.
+        self._like = torch.empty(0, dtype=hidden_dtype(engine.module), device=world.device)
+        channels = P2PChannels(
+            world.grid,
+            world.rank,
+            device=world.device,
+            wraps=schedule.virtual_stages > 1,
+            max_bytes=plan.settings.batch.micro
+            * plan.settings.sequence_length
+            * plan.model.hidden_size
+            * self._like.itemsize,
+        )
         self._world, self._engine, self._memory = world, engine, memory
         self._reduction = reduction(plan, world, engine, channels)
         deferred = split_backward(engine.module) if plan.settings.splits_backward else None
         super().__init__(schedule, world.coordinate.pp, channels, deferred)
         self.losses = step_loss(plan, world, engine)
-        # An empty tensor with the dtype and device of the activations between stages.
-        self._like = torch.empty(0, dtype=hidden_dtype(engine.module), device=world.device)
         self._micro_batches: Sequence[MicroBatch] = ()
         self._num_targets = torch.zeros((), device=world.device)
         self._losses: list[torch.Tensor] = []
@@ -112,4 +121,5 @@ class PipelineForwardBackward(ScheduleRunner):
         return self._reduction.sums
 
     def _call(self, chunk: int, batch: Mapping[str, torch.Tensor], hidden_BSD: torch.Tensor | None) -> Any:
-        return forward_stage(self._engine, self.losses.inputs(batch), chunk=chunk, received=hidden_BSD)
+        with without_search_for_documents(batch):
+            return forward_stage(self._engine, self.losses.inputs(batch), chunk=chunk, received=hidden_BSD)

@@ -189,7 +189,7 @@ class TorchEngine:
             for key in record.optimizer_state:
                 for place, whole in ((name, True), (f"{name}@{self._world.rank}", False)):
                     if (known := f"{OPTIMIZER}{place}.{key}") in saved:
-                        states[weight][key] = wanted[known] = _room_for(key, weight, saved[known], whole=whole)
+                        states[weight][key] = wanted[known] = self._room_for(key, weight, saved[known], whole=whole)
         prefixes = (f"{HOOK}{SHARED}.", f"{HOOK}{self._world.rank}.") if hasattr(self._hook, "restore") else ()
         hooked = {name: _like(kept, self._world) for name, kept in saved.items() if name.startswith(prefixes)}
         load_tensors(source, wanted | hooked, reader=reader)
@@ -221,23 +221,22 @@ class TorchEngine:
         for whose, tensors in zip((self._world.rank, SHARED), kept, strict=True):
             yield from ((f"{HOOK}{whose}.{name}", tensor.contiguous()) for name, tensor in tensors.items())
 
+    def _room_for(self, key: str, weight: nn.Parameter, saved: Any, *, whole: bool) -> Tensor:
+        """Return an empty tensor for a saved one of a weight's state: sharded as the weight, or of its own shape and type."""
+        if key == STEP:
+            return torch.zeros((), device=weight.device if self.optimizer.defaults.get("fused") else None)
+        if (is_dtensor(weight) and whole) or (
+            tuple(saved.size) == tuple(weight.shape) and saved.properties.dtype == weight.dtype
+        ):
+            return torch.zeros_like(weight)
+        return torch.zeros(saved.size, dtype=saved.properties.dtype, device=weight.device)
+
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad)
 
 
 SHARED = "all"  # in the names of a hook's tensors, in place of a rank
-STEP = "step"  # the count of steps of one parameter: a scalar on the host
-
-
-def _room_for(key: str, weight: nn.Parameter, saved: Any, *, whole: bool) -> Tensor:
-    """Return an empty tensor for a saved one of a weight's state: sharded as the weight, or of its own shape and type."""
-    if key == STEP:
-        return torch.zeros(())
-    if (is_dtensor(weight) and whole) or (
-        tuple(saved.size) == tuple(weight.shape) and saved.properties.dtype == weight.dtype
-    ):
-        return torch.zeros_like(weight)
-    return torch.zeros(saved.size, dtype=saved.properties.dtype, device=weight.device)
+STEP = "step"  # the count of steps of one parameter: a scalar, on the host unless the optimizer is one kernel
 
 
 def _like(saved: Any, world: World) -> Tensor:

@@ -107,6 +107,6 @@ class Ddp(EngineReplay):
             self.account.transient("gradients being sent", self._sent_bytes())
 
     def step(self) -> None:
-        """Run the optimizer: the first step makes the moments; each holds the square root of the second moments (foreach)."""
+        """Run the optimizer: the first step makes the moments."""
         self.run_optimizer(self.num_trainable, itemsize=self.settings.itemsize)
         self.account.free_all("gradients")

@@ -371,11 +371,7 @@ class EngineReplay(ABC):
             return (8 if itemsize == FP32_ITEMSIZE else 16) * self.largest_numel
         if optimizer != "muon":
             return self.settings.step_bytes * itemsize / 4 * numel
-        hidden = self._orthogonalized()
-        apart = sum(parameter.numel for parameter in hidden)
-        of_adam = numel * (1 - apart / self.num_trainable) * itemsize
-        matrices = (parameter.numel * (itemsize + 6) + 4 * min(parameter.shape) ** 2 for parameter in hidden)
-        return max([of_adam, *matrices])
+        return max((p.numel * (itemsize + 6) + 4 * min(p.shape) ** 2 for p in self._orthogonalized()), default=0)
 
     def _orthogonalized(self) -> list[Parameter]:
         """Return the weights that Muon steps: matrices but those of embedding and head."""

@@ -33,7 +33,7 @@ _NAMES: Mapping[OptimizerKind, JobOptimizer] = {
 }
 
 # Bytes per parameter of a step's temporaries: torch's foreach AdamW holds the square root of the second moments
-# (torch/optim/adamw.py _multi_tensor_adamw); DeepSpeed's fused kernels hold nothing, and others what one weight takes.
+# (torch/optim/adamw.py _multi_tensor_adamw); the fused kernels of torch and DeepSpeed hold nothing, and others what one weight takes.
 STEP_BYTES: Mapping[str, int] = {"torch_adamw": 4}
 
 
@@ -190,8 +190,6 @@ def engine_settings(
         settings = replace(settings, optimizer=plan.job.train.optimizer)
     if plan.job.parallel.strategy == "zero":
         return settings
-    if settings.optimizer == "fused_adam":
-        settings = replace(settings, optimizer="torch_adamw")  # DDP and FSDP2 do not use DeepSpeed's kernel
     options = plan.job.parallel.fsdp2_options
     return replace(
         settings,
