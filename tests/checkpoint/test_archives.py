@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from toolkit.checkpoint.archives import ReadChecks, index_digest, release
-from toolkit.checkpoint.manifest import hash_files, index_problems
+from toolkit.checkpoint.manifest import Entry, hash_files, index_problems, read_manifest, write_manifest
 from toolkit.checkpoint.pickles import read_pickle
 
 
@@ -38,8 +38,13 @@ def _place_of_data(path: Path) -> int:
         return largest.header_offset + 2000
 
 
+def _manifest(folder: Path, *names: str) -> dict[str, Entry]:
+    write_manifest(folder, hash_files(folder, names))
+    return read_manifest(folder)
+
+
 def test_an_index_tells_files_of_one_size_apart(folder: Path) -> None:
-    manifest = hash_files(folder, sorted(path.name for path in folder.iterdir()))
+    manifest = _manifest(folder, *(path.name for path in folder.iterdir()))
     assert [name for name, entry in manifest.items() if entry.index] == ["a.pt", "b.pt", "c.safetensors"]
     assert (folder / "a.pt").stat().st_size == (folder / "b.pt").stat().st_size
     assert index_problems(folder, manifest) == []
@@ -55,7 +60,7 @@ def test_an_index_tells_files_of_one_size_apart(folder: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 30, 5000])
 def test_a_file_that_is_cut_short_has_no_index(folder: Path, cut: int) -> None:
-    manifest = hash_files(folder, ["a.pt"])
+    manifest = _manifest(folder, "a.pt")
     content = (folder / "a.pt").read_bytes()
     (folder / "a.pt").write_bytes(content[:-cut])
     assert len(index_problems(folder, manifest)) == 1

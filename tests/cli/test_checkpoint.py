@@ -1,14 +1,18 @@
-"""`toolkit checkpoint list` and `verify`."""
+"""`toolkit checkpoint list`, `inspect`, `verify` and `prune`."""
 
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
+import torch
 from hostile_files import agree
 
 from toolkit.checkpoint.state import State
 from toolkit.cli.app import main
+from toolkit.config.loader import parse_job
+from toolkit.planning.resolve import resolve
 
 
 @pytest.fixture
@@ -20,6 +24,8 @@ def run(tmp_path):
         State(step=step, saved_at=1e9 + step, **state).save(folder)
         (folder / "plan.json").write_text(json.dumps({"job": {"parallel": {"pipeline": 2} if step == 10 else {}}}))
         (folder / "shard.pt").write_bytes(b"x" * 2**20)
+        (folder / f"global_step{step}").mkdir()
+        torch.save({"weight": torch.zeros(1000)}, folder / f"global_step{step}" / "mp_rank_00_model_states.pt")
         agree(folder)
     (tmp_path / "checkpoint-11").mkdir()
     return tmp_path
@@ -110,9 +116,12 @@ def test_a_name_that_the_system_refuses_is_bad_input(capsys):
 
 def test_verify(run, capsys):
     assert main(["checkpoint", "verify", str(run / "checkpoint-9")]) == 0
-    assert "is complete: 3 files, 1.00 MiB, every checksum matches" in capsys.readouterr().out
+    assert "is complete: 4 files, 1.01 MiB, every size and index matches" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(run / "checkpoint-9"), "--deep"]) == 0
+    assert "is complete: 4 files, 1.01 MiB, every checksum matches" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(run / "checkpoint-9"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["files"] == 3
+    found = json.loads(capsys.readouterr().out)
+    assert (found["files"], found["deep"]) == (4, False)
 
 
 def test_verify_names_the_damage(run, capsys):
@@ -126,3 +135,103 @@ def test_verify_names_the_damage(run, capsys):
 def test_verify_of_an_output_dir_names_what_is_inside(run, capsys):
     assert main(["checkpoint", "verify", str(run)]) == 2
     assert f"Name one of {run / 'checkpoint-10'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["a tensor", "the index", "the size", "another step's"])
+def test_verify_reads_little_or_all(run, capsys, where):
+    """A bit of a tensor is seen by `--deep`, and by whoever reads it; the rest in milliseconds."""
+    folder = run / "checkpoint-9"
+    path = folder / "global_step9" / "mp_rank_00_model_states.pt"
+    content = bytearray(path.read_bytes())
+    if where == "another step's":
+        torch.save({"weight": torch.ones(1000)}, path)
+        assert path.stat().st_size == len(content)
+    elif where == "the size":
+        path.write_bytes(content[:-1])
+    else:
+        content[len(content) // 2 if where == "a tensor" else -40] ^= 1
+        path.write_bytes(content)
+    seen = int(where != "a tensor")
+    assert main(["checkpoint", "verify", str(folder)]) == seen
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", str(folder), "--deep", "--json"]) == 1
+    codes = {problem["code"] for problem in json.loads(capsys.readouterr().out)["problems"]}
+    assert codes == {"CHECKPOINT_DAMAGED"}
+
+
+@pytest.fixture
+def described(tmp_path):
+    """A checkpoint of the files that `inspect` reads, of two stages by two tensor ranks."""
+    job = {
+        "model": "quickstart-llama",
+        "cluster": {"gpu": "a100-sxm-40gb", "gpus_per_node": 8},
+        "train": {"max_steps": 20, "output_dir": str(tmp_path)},
+        "parallel": {"pipeline": 2, "tensor": 2, "zero_stage": 1},
+    }
+    plan = resolve(parse_job(job))
+    folder = tmp_path / "checkpoint-5"
+    (folder / "global_step5").mkdir(parents=True)
+    (folder / "global_step5" / "mp_rank_00_model_states.pt").write_bytes(b"x" * 1000)
+    state = {"num_steps": 20, "zero_stage": 1, "world_size": 8, "train_batch_size": 8, "versions": {"torch": "2.0"}}
+    State(step=5, saved_at=1e9, **state).save(folder)
+    (folder / "plan.json").write_text(plan.to_json())
+    return agree(folder)
+
+
+def test_inspect(described, capsys):
+    assert main(["checkpoint", "inspect", str(described), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    wanted = {"tag": "global_step5", "step": 5, "num_steps": 20, "strategy": "zero", "zero_stage": 1, "world_size": 8}
+    wanted |= {"pipeline": 2, "data": 2, "tensor": 2, "method": "full", "precision": "bf16", "has_optimizer": True}
+    assert {key: found[key] for key in wanted} == wanted
+    assert found["bytes_by_kind"]["engine"] == 1000
+    assert not any("DeepSpeed" in text for text in found["loads"]), "its own loader knows no stages of ours"
+    assert main(["checkpoint", "inspect", str(described.parent)]) == 0
+    out = capsys.readouterr().out
+    assert "ZeRO-1, 8 rank(s): pipeline 2 × data 2 × tensor 2" in out
+    assert f"toolkit export {described}" in out
+
+
+def test_inspect_of_what_is_none(tmp_path, described, capsys):
+    (described / "plan.json").write_text("{}")
+    for path, code in ((described, "CHECKPOINT_DAMAGED"), (tmp_path / "no", "CHECKPOINT_NOT_FOUND")):
+        assert main(["checkpoint", "inspect", str(path), "--json"]) == 2
+        (problem,) = json.loads(capsys.readouterr().out)["problems"]
+        assert problem["code"] == code
+
+
+def _prune(capsys, run, *options):
+    assert main(["checkpoint", "prune", str(run), "--json", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return [row["path"].rpartition("-")[2] for row in found["removed"]], {
+        row["path"].rpartition("-")[2]: row["reason"] for row in found["kept"]
+    }
+
+
+def test_prune_keeps_the_newest_and_the_best(run, capsys):
+    for step, hooks in ((12, {}), (13, {"best": {"metric": "eval_loss", "saved": {"value": 1.0, "step": 9}}})):
+        folder = shutil.copytree(run / "checkpoint-10", run / f"checkpoint-{step}")
+        (folder / "global_step10").rename(folder / f"global_step{step}")
+        state = State.load(run / "checkpoint-10").model_copy(
+            update={"step": step, "saved_at": 1e9 + step, "hooks": hooks}
+        )
+        state.save(folder)
+        agree(folder)
+    removed, kept = _prune(capsys, run, "--keep", "1")
+    assert removed == ["10", "12"]
+    assert kept == {"9": "the best", "13": "one of the newest 1"}
+    assert (run / "checkpoint-10").exists(), "nothing is deleted without --yes"
+    assert main(["checkpoint", "prune", str(run), "--keep", "1", "--yes"]) == 0
+    assert "deleted" in capsys.readouterr().out
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-11", "checkpoint-13", "checkpoint-9"]
+    assert _prune(capsys, run, "--keep", "1", "--yes") == ([], kept)
+
+
+def test_prune_never_deletes_the_only_whole_one(run, capsys):
+    (run / "checkpoint-10" / "shard.pt").unlink()
+    removed, kept = _prune(capsys, run, "--keep", "1", "--yes")
+    assert removed == []
+    assert kept["9"] == "one of the newest 1"
+    assert kept["10"].startswith("damaged: ")
+    assert main(["checkpoint", "prune", str(run), "--keep", "0"]) == 2
+    assert main(["checkpoint", "prune", str(run / "absent")]) == 2

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -67,10 +66,7 @@ def hash_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> dic
 
     def describe(name: str) -> Entry:
         size, digest = _hash(folder, name, sync=sync)
-        index = None
-        with suppress(ValueError):  # a file that is hashed as a whole will do without
-            index = index_digest(folder, name)
-        return Entry(num_bytes=size, sha256=digest, index=index)
+        return Entry(num_bytes=size, sha256=digest)
 
     return dict(zip(listed, _in_threads(describe, listed), strict=True))
 
@@ -81,9 +77,16 @@ def share(names: Iterable[str], *, rank: int, world_size: int) -> tuple[str, ...
 
 
 def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
-    """Write the manifest, last of all files."""
-    made = Manifest(format=1, files=dict(sorted(entries.items())))
+    """Write the manifest, last of all files, with the indexes of those that have one."""
+    made = Manifest(format=1, files={name: _indexed(folder, name, entry) for name, entry in sorted(entries.items())})
     write_json(folder / MANIFEST, made.model_dump(mode="json", by_alias=True, exclude_none=True), sync=True)
+
+
+def _indexed(folder: Path, name: str, entry: Entry) -> Entry:
+    try:
+        return entry.model_copy(update={"index": index_digest(folder, name)})
+    except (OSError, ValueError):  # the file is compared as a whole
+        return entry
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:

@@ -1,4 +1,4 @@
-"""`toolkit checkpoint`: lists a run's checkpoints and verifies them."""
+"""`toolkit checkpoint`: what checkpoints a run has, what is in one, whether it is whole, and which can go."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.cli.options import JsonOption
-from toolkit.cli.output import new_table, print_json, print_table
+from toolkit.cli.output import new_table, print_fields, print_json, print_table
 from toolkit.config.paths import is_folder
 from toolkit.errors import CheckError, CheckpointError
-from toolkit.units import format_bytes
+from toolkit.units import format_bytes, format_count
 
-_GROUP = typer.Typer(no_args_is_help=True, help="List and verify checkpoints.")
+_GROUP = typer.Typer(no_args_is_help=True, help="List, inspect, verify and prune checkpoints.")
 
 
 def register(app: typer.Typer) -> None:
@@ -35,13 +35,7 @@ def list_command(
     """
     from toolkit.checkpoint.discovery import list_checkpoints
 
-    if not is_folder(output_dir, key=str(output_dir)):
-        raise CheckpointError.of(
-            code="CHECKPOINT_NOT_FOUND",
-            key=str(output_dir),
-            message=f"{output_dir} is not a folder",
-            fix="Name the train.output_dir of a job",
-        )
+    _check_output_dir(output_dir)
     rows = [_describe(folder) for folder in list_checkpoints(output_dir)]
     if as_json:
         print_json({"checkpoints": rows})
@@ -59,6 +53,16 @@ def list_command(
         known = ["" if size is None else str(size) for size in sizes]
         table.add_row(*known, format_bytes(row["bytes"]), row["saved"], row["path"])
     print_table(table)
+
+
+def _check_output_dir(output_dir: Path) -> None:
+    if not is_folder(output_dir, key=str(output_dir)):
+        raise CheckpointError.of(
+            code="CHECKPOINT_NOT_FOUND",
+            key=str(output_dir),
+            message=f"{output_dir} is not a folder",
+            fix="Name the train.output_dir of a job",
+        )
 
 
 def _describe(folder: Path) -> dict[str, Any]:
@@ -85,28 +89,140 @@ def _describe(folder: Path) -> dict[str, Any]:
     }
 
 
+@_GROUP.command("inspect")
+def inspect_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint-STEP folder, or an output_dir for its latest.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a checkpoint is: its step, model, the ranks that wrote it, its size, and what can load it. Reads its small files alone.
+
+    Example: `toolkit checkpoint inspect runs/my-job/checkpoint-500`
+
+    JSON keys: checkpoint, tag, step, num_steps, saved, model, parameters, strategy, zero_stage (null without ZeRO), world_size, pipeline,
+    data, tensor, sequence_parallel, virtual_stages, offload, method, precision, optimizer, bytes, bytes_by_kind, versions, has_optimizer,
+    loads.
+    """
+    from toolkit.checkpoint.inspection import inspect
+
+    found = inspect(_checkpoint(checkpoint))
+    if as_json:
+        print_json(found)
+        return
+    ranks = (
+        f"{found['world_size']} rank(s): pipeline {found['pipeline']} × data {found['data']} × tensor {found['tensor']}"
+    )
+    wrote = found["strategy"] if found["zero_stage"] is None else f"ZeRO-{found['zero_stage']}"
+    extras = {
+        f"{found['virtual_stages']} virtual stages": found["virtual_stages"] > 1,
+        "sequence parallel": found["sequence_parallel"],
+        f"offload {found['offload']}": found["offload"] not in (None, "none"),
+    }
+    sizes = {kind: size for kind, size in found["bytes_by_kind"].items() if size}
+    fields = [
+        ("checkpoint", found["checkpoint"]),
+        ("tag", found["tag"]),
+        ("step", f"{found['step']} of {'an unknown number' if found['num_steps'] is None else found['num_steps']}"),
+        (
+            "saved",
+            f"{found['saved']}, by {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
+        ),
+        ("model", f"{found['model']}, {_parameters(found['parameters'])}"),
+        ("trained", f"{found['method']}, {found['precision']}, {found['optimizer']}"),
+        ("written by", ", ".join((wrote, ranks, *(text for text, applies in extras.items() if applies)))),
+        (
+            "size",
+            f"{format_bytes(found['bytes'])}: {', '.join(f'{kind} {format_bytes(size)}' for kind, size in sizes.items())}",
+        ),
+        *(("loaded by" if not number else "", text) for number, text in enumerate(found["loads"])),
+    ]
+    print_fields(fields)
+
+
+def _parameters(count: int | None) -> str:
+    return "of unknown size" if count is None else f"{format_count(count)} parameters"
+
+
+def _checkpoint(path: Path) -> Path:
+    """Return a checkpoint, or the latest of the output folder that is named."""
+    from toolkit.checkpoint.discovery import latest_checkpoint
+    from toolkit.checkpoint.layout import step_of
+
+    is_folder(path, key=str(path))  # refuses a path that the system does
+    return latest_checkpoint(path) if step_of(path) is None and list(path.glob("checkpoint-*")) else path
+
+
 @_GROUP.command("verify")
 def verify_command(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint-STEP folder.")], as_json: JsonOption = False
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint-STEP folder.")],
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Hash every byte, not only the small files and the indexes.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Check that every file of a checkpoint is there, byte for byte, and says what it must, before a launch depends on it.
+    """Check a checkpoint before a launch depends on it: every file is there, has its size and its tensors, and says what it must.
+
+    That reads little and takes seconds. `--deep` also compares every byte, which a resume does anyway.
 
     Example: `toolkit checkpoint verify runs/my-job/checkpoint-500`
 
-    JSON keys: checkpoint, files, bytes.
+    JSON keys: checkpoint, files, bytes, deep.
     """
-    from toolkit.checkpoint.manifest import verify
-    from toolkit.checkpoint.state import SavedAxes, State
+    from toolkit.checkpoint.inspection import verify_quickly
 
     try:
-        manifest = verify(checkpoint)
-        State.load(checkpoint), SavedAxes.load(checkpoint)  # whose types are not covered by checksums
+        manifest = verify_quickly(checkpoint, deep=deep)
     except CheckpointError as error:
         if set(error.codes) <= {"CHECKPOINT_DAMAGED", "CHECKPOINT_INCOMPLETE"}:
             raise CheckError(*error.problems) from None
         raise
     size = sum(entry.num_bytes for entry in manifest.values())
     if as_json:
-        print_json({"checkpoint": str(checkpoint), "files": len(manifest), "bytes": size})
+        print_json({"checkpoint": str(checkpoint), "files": len(manifest), "bytes": size, "deep": deep})
         return
-    print(f"{checkpoint} is complete: {len(manifest)} files, {format_bytes(size)}, every checksum matches")
+    what = (
+        "every checksum matches"
+        if deep
+        else "every size and index matches, and the checksums of the small ones; --deep compares all"
+    )
+    print(f"{checkpoint} is complete: {len(manifest)} files, {format_bytes(size)}, {what}")
+
+
+@_GROUP.command("prune")
+def prune_command(
+    output_dir: Annotated[Path, typer.Argument(help="The job's train.output_dir.")],
+    keep: Annotated[int, typer.Option("--keep", min=1, help="Number of the newest checkpoints that stay.")] = 2,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Delete them. Without it the command says what it would delete.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete old checkpoints of a run that has ended; the newest whole ones, the best and damaged ones stay.
+
+    Example: `toolkit checkpoint prune runs/my-job --keep 2 --yes`
+
+    JSON keys: kept (path, reason), removed (path, bytes), deleted (whether they are).
+    """
+    from contextlib import nullcontext
+
+    from toolkit.checkpoint.inspection import plan_pruning, remove
+    from toolkit.checkpoint.manifest import read_manifest
+    from toolkit.launch.output_lock import hold_output
+
+    _check_output_dir(output_dir)
+    with hold_output(output_dir) if yes else nullcontext():
+        plan = plan_pruning(output_dir, keep=keep)
+        sizes = {path: sum(entry.num_bytes for entry in read_manifest(path).values()) for path in plan.removed}
+        if yes:
+            for path in plan.removed:
+                remove(path)
+    if as_json:
+        kept = [{"path": str(path), "reason": reason} for path, reason in plan.kept.items()]
+        removed = [{"path": str(path), "bytes": size} for path, size in sizes.items()]
+        print_json({"kept": kept, "removed": removed, "deleted": yes})
+        return
+    for path, reason in plan.kept.items():
+        print(f"keep    {path}: {reason}")
+    for path, size in sizes.items():
+        print(f"{'deleted' if yes else 'delete '} {path}: {format_bytes(size)}")
+    if not yes and sizes:
+        print(f"Nothing is deleted yet; --yes frees {format_bytes(sum(sizes.values()))}")
