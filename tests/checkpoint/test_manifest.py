@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,7 @@ NO_MANIFEST: dict[str, str | bytes] = {
     "infinity": _naming("a", float("inf")),
     "1e300": _naming("a", 1e300),
     "digest": _naming("a").replace("e3b0", "E3B0"),
-    "later format": _naming("a").replace("1,", "2,"),
+    "later format": _naming("a").replace("1,", "3,"),
     "not UTF-8": b'{"format": 1, "files": {"\xff": {}}}',
     "UTF-16": _naming("a").encode("utf-16"),
     "nested": "[" * 10_000,
@@ -151,23 +152,39 @@ def test_ranks_share_all_files() -> None:
 def test_files_are_hashed_side_by_side(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two files meet at a barrier that one thread alone would never pass."""
     monkeypatch.setattr(module.os, "cpu_count", lambda: 8)
-    barrier, read = threading.Barrier(2, timeout=20), module._hash
+    barrier, read = threading.Barrier(2, timeout=20), module._digest
 
-    def meet(folder: Path, name: str, *, sync: bool = False) -> tuple[int, str]:
+    def meet(*part: Any) -> Any:
         barrier.wait()
-        return read(folder, name, sync=sync)
+        return read(*part)
 
-    monkeypatch.setattr(module, "_hash", meet)
+    monkeypatch.setattr(module, "_digest", meet)
     hashed = hash_files(folder, (SHARD, "state.json"))
     assert hashed == {name: entry for name, entry in read_manifest(folder).items() if name in hashed}
     assert list(hashed) == [SHARD, "state.json"]
 
 
-def test_large_files_are_read_in_pieces(tmp_path: Path) -> None:
-    content = b"0123456789abcdef" * 2**20  # twice the piece
+def test_large_files_are_hashed_by_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part by a thread of its own; a part is checked as it was written, whatever size this version takes."""
+    content = bytes(range(256)) * 2**13 + b"end"  # 2 MiB and a bit
+    digests = [hashlib.sha256(content[at : at + 2**20]).digest() for at in range(0, len(content), 2**20)]
+    monkeypatch.setattr(module, "PART_BYTES", 2**20)
     (tmp_path / "large").write_bytes(content)
-    entry = hash_files(tmp_path, ["large"])["large"]
-    assert (entry.num_bytes, entry.sha256) == (2**24, hashlib.sha256(content).hexdigest())
+    (tmp_path / "small").write_bytes(content[: 2**20])
+    found = hash_files(tmp_path, ["large", "small"])
+    entry = found["large"]
+    assert (entry.num_bytes, entry.part_bytes) == (2**21 + 3, 2**20)
+    assert entry.sha256 == hashlib.sha256(b"".join(digests)).hexdigest()
+    assert (found["small"].sha256, found["small"].part_bytes) == (digests[0].hex(), None)
+    write_manifest(tmp_path, found)
+    assert json.loads((tmp_path / "manifest.json").read_text())["format"] == 2
+    monkeypatch.undo()
+    assert verify(tmp_path) == found
+    for at in (0, 2**20, 2**21 + 2):
+        changed = bytearray(content)
+        changed[at] ^= 1
+        (tmp_path / "large").write_bytes(changed)
+        assert "large has another SHA-256" in _codes(tmp_path)[1]
 
 
 def test_folders_without_a_manifest(tmp_path: Path) -> None:

@@ -17,19 +17,20 @@ import torch.distributed as dist
 
 from toolkit.arguments import checks_arguments
 from toolkit.checkpoint.disk import disk_errors, disk_full
+from toolkit.checkpoint.files import Files
 from toolkit.checkpoint.fingerprint import Source, Sources, identify
 from toolkit.checkpoint.layout import LATEST, MANIFEST, MODEL, PLAN, RANDOM, STATE, is_tag, step_of, tag_of
-from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
 from toolkit.checkpoint.nvme_state import finish_swapped
+from toolkit.checkpoint.publish import Unpublished
 from toolkit.checkpoint.random_state import save_random_state
 from toolkit.checkpoint.reference_logits import record_probe
 from toolkit.checkpoint.shared import check_shared
 from toolkit.checkpoint.state import State
 from toolkit.data.formats import TransformersTokenizer
-from toolkit.distributed.deepspeed_private import count_parameters, saving_weights_alone
+from toolkit.distributed.deepspeed_private import count_parameters, saving_files_by, saving_weights_alone
 from toolkit.engine.run import Run
 from toolkit.errors import PlanError, RunError
-from toolkit.io import make_folder, sync_folder
+from toolkit.io import make_folder
 from toolkit.modeling.first_rank import agree
 from toolkit.planning.state_bytes import leaves_frozen_out, written_bytes
 from toolkit.units import format_bytes
@@ -70,16 +71,12 @@ def save(
     target = Path(path)
     partial = target.parent / f".{target.name}.partial"
     _prepare(run, target, partial)
-    train, is_zero = run.plan.job.train, run.plan.job.parallel.strategy == "zero"
-    alone = saving_weights_alone(run.engine) if train.save_only_model and is_zero else nullcontext()
+    files = Files(partial)
     with disk_errors(target):
-        with alone:
-            run.engine.save_checkpoint(
-                str(partial), tag=tag_of(run.step_count), exclude_frozen_parameters=leaves_frozen_out(run.plan)
-            )
+        _save_engine(run, partial, files)
         if run.plan.profile.optimizer == "nvme":
             finish_swapped(run.engine, partial / tag_of(run.step_count), rank=run.world.rank)
-        if not train.save_only_model:
+        if not run.plan.job.train.save_only_model:
             save_random_state(partial, rank=run.world.rank, stream=run.stream_position)
         if run.world.is_main:
             _write_plan(
@@ -91,11 +88,24 @@ def save(
         if probe:
             record_probe(run, partial)
     run.world.barrier()
-    with disk_errors(target):
-        _publish(run, partial, target)
-    run.world.barrier()
-    run.call_hooks("save", target)
+    Unpublished(
+        run.world, files, partial=partial, target=target, then=lambda folder: run.call_hooks("save", folder)
+    ).publish()
     return target
+
+
+def _save_engine(run: Run, partial: Path, files: Files) -> None:
+    """Make the engine write its files by `files`."""
+    options: dict[str, Any] = {
+        "tag": tag_of(run.step_count),
+        "exclude_frozen_parameters": leaves_frozen_out(run.plan),
+    }
+    if run.plan.job.parallel.strategy != "zero":
+        run.engine.save_checkpoint(str(partial), **options, write=files.save_tensors)
+        return
+    alone = saving_weights_alone(run.engine) if run.plan.job.train.save_only_model else nullcontext()
+    with saving_files_by(run.engine, files.save), alone:
+        run.engine.save_checkpoint(str(partial), **options)
 
 
 def foreseen_bytes(run: Run) -> int:
@@ -230,22 +240,3 @@ def generation_config(own: Any, tokenizer: Any, *, fresh: bool) -> Any:
         elif fresh:
             setattr(aligned, name, None)
     return aligned
-
-
-def _publish(run: Run, partial: Path, target: Path) -> None:
-    """Hash all files, each rank a share; then write the manifest and rename the folder on rank 0."""
-    mine = share(list_files(partial), rank=run.world.rank, world_size=run.world.size)
-    entries: list[dict[str, Entry] | None] = [None] * run.world.size
-    dist.all_gather_object(entries, hash_files(partial, mine, sync=True))
-    if not run.world.is_main:
-        return
-    write_manifest(partial, {name: entry for part in entries if part for name, entry in part.items()})
-    for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
-        sync_folder(folder)
-    replaced = target.parent / f".{target.name}.removed"
-    if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        target.rename(replaced)
-    partial.rename(target)
-    sync_folder(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)

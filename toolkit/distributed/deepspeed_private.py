@@ -353,6 +353,22 @@ def saving_weights_alone(engine: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        files.save = save
+
+
+@contextmanager
+def saving_files_by(engine: Any, save: Callable[[Any, str], None]) -> Iterator[None]:
+    """Make an engine write its files by `save(state_dict, path)` instead of `torch.save`.
+
+    Source:
+        runtime/checkpoint_engine/torch_checkpoint_engine.py save, through which runtime/engine.py writes every file of tensors
+        but the swap files.
+    """
+    files = engine.checkpoint_engine
+    files.save = save
+    try:
+        yield
+    finally:
         del files.save
 
 

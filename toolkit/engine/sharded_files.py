@@ -9,20 +9,33 @@ Source:
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
+from torch.distributed.checkpoint._hf_utils import (
+    CUSTOM_METADATA_KEY,
+    DCP_VERSION_KEY,
+    FORMAT_KEY,
+    FORMAT_VALUE,
+    HF_DCP_VERSION,
+    SAVED_OFFSETS_KEY,
+    _gen_file_name,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from toolkit.io import MAX_TEXT_BYTES, read_plain
 
@@ -31,6 +44,9 @@ ENGINE_FILE = "engine.json"
 # What the names of tensors begin with: a weight's, those of its optimizer state (`optimizer.NAME.exp_avg`), and those of a
 # communication hook (`hook.RANK.NAME.error`).
 WEIGHT, OPTIMIZER, HOOK = "model.", "optimizer.", "hook."
+
+# Writes a safetensors file of tensors and the texts of its header.
+WriteTensors = Callable[[Path, Mapping[str, Tensor], Mapping[str, str]], None]
 
 
 class EngineRecord(BaseModel):
@@ -74,8 +90,33 @@ class ShardReader(HuggingFaceStorageReader):
         return self._found
 
 
-def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, of which each rank may hold a part, into `folder`.
+class ShardWriter(HuggingFaceStorageWriter):
+    """Writer whose files `write` makes: torch's own has all of a file's bytes in memory, and a second copy of them."""
+
+    def __init__(self, folder: Path, write: WriteTensors) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self._write = write
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written: Future[list[WriteResult]] = Future()
+        parts: list[tuple[str, Any, Any]] = [
+            (item.index.fqn, planner.resolve_data(item), item.tensor_data) for item in plan.items
+        ]
+        if parts:
+            places = {name: {SAVED_OFFSETS_KEY: list(data.chunk.offsets)} for name, _, data in parts}
+            header = {
+                CUSTOM_METADATA_KEY: json.dumps(places),
+                DCP_VERSION_KEY: str(HF_DCP_VERSION),
+                FORMAT_KEY: FORMAT_VALUE,
+            }
+            name = _gen_file_name(1, 1, plan.storage_data["shard_index"])
+            self._write(Path(self.path) / name, {name: tensor for name, tensor, _ in parts}, header)
+        written.set_result([])  # of which `finish` makes nothing: each rank keeps its file
+        return written
+
+
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor], *, write: WriteTensors) -> None:
+    """Write tensors, of which each rank may hold a part, into `folder`, each rank one file by `write`.
 
     Collectives:
         Those of torch's distributed checkpoint.
@@ -83,10 +124,9 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True, thread_count=1)
     try:
         with _quiet():
-            save(dict(tensors), storage_writer=writer)
+            save(dict(tensors), storage_writer=ShardWriter(folder, write))
     except CheckpointException as error:
         raise _first_failure(error) from error
 

@@ -27,6 +27,7 @@ from toolkit.engine.sharded_files import (
     WEIGHT,
     EngineRecord,
     ShardReader,
+    WriteTensors,
     load_tensors,
     save_tensors,
 )
@@ -137,7 +138,7 @@ class TorchEngine:
         self.optimizer.state.clear()
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
-    def save_checkpoint(self, folder: str, *, tag: str, exclude_frozen_parameters: bool) -> None:
+    def save_checkpoint(self, folder: str, *, tag: str, exclude_frozen_parameters: bool, write: WriteTensors) -> None:
         """Write weights and, unless the plan saves weights alone, optimizer state below `folder/tag`, each rank its part, and the tag's name.
 
         Collectives:
@@ -154,7 +155,8 @@ class TorchEngine:
             if key not in TABLES
         }
         hooked = {} if self._plan.job.train.save_only_model else dict(self._of_hook())
-        save_tensors(target, {f"{WEIGHT}{name}": weight.detach() for name, weight in weights.items()} | states | hooked)
+        named = {f"{WEIGHT}{name}": weight.detach() for name, weight in weights.items()}
+        save_tensors(target, named | states | hooked, write=write)
         if self._world.is_main:
             record = EngineRecord(
                 scheduler_epoch=self.lr_scheduler.last_epoch,
