@@ -141,7 +141,7 @@ def _reference(arguments: str) -> Course:
     if begins_with_errors:
         train["lora"] = train["lora"] | {"init_lora_weights": "default"}
     train |= {"method": "lora"} if packed else {}
-    of_zero = train["optimizer"] not in ("lion", "adafactor", "muon")
+    of_zero = train["optimizer"] not in ("lion", "schedule_free_adamw", "adafactor", "muon")
     where = {"zero_stage": 0} if of_zero else {"strategy": "ddp", "zero_stage": None}
     plan = tiny_plan(architecture, train=train, parallel=where, config=config)
     model = build_model(plan, device=torch.device(drawn_on)).cpu()
@@ -178,11 +178,21 @@ def plain_optimizer(name: str) -> Any:
         from bitsandbytes import optim
 
         return optim.Lion if name == "lion" else optim.AdamW8bit
+    if name == "schedule_free_adamw":
+        return schedule_free
     if name == "adafactor":
         from transformers.optimization import Adafactor
 
         return partial(Adafactor, scale_parameter=False, relative_step=False)
     return torch.optim.SGD if name == "sgd" else torch.optim.AdamW
+
+
+def schedule_free(groups: list[dict[str, Any]], *, lr: float) -> Any:
+    from schedulefree import AdamWScheduleFree
+
+    optimizer = AdamWScheduleFree(groups, lr=lr, foreach=False)
+    optimizer.train()
+    return optimizer
 
 
 class PlainMuon:

@@ -22,6 +22,8 @@ from courses import (
     full_weights,
     largest_difference,
     parameters,
+    reference_loss,
+    schedule_free,
     train_all,
     train_cases,
 )
@@ -123,6 +125,10 @@ def of_matrices() -> dict[str, Case]:
     made["muon lora"] = Case(train=ADAM | ADAPTERS | muon | {"max_grad_norm": 0.1}, steps=6, strategy="ddp", **rounded)
     begun = LORA | {"lora": LORA["lora"] | {"init_lora_weights": "pissa"}}
     made["pissa ddp"], made["pissa zero 2"] = Case(train=begun, strategy="ddp"), Case(train=begun, stage=2)
+    averaged = {"optimizer": "schedule_free_adamw", "learning_rate": 1e-2}
+    for strategy in ("ddp", "fsdp2"):
+        made[f"schedule-free {strategy}"] = Case(train=ADAM | averaged, steps=10, strategy=strategy, **CLOSE)
+    made["schedule-free lora"] = Case(train=ADAM | ADAPTERS | averaged, steps=6, strategy="fsdp2", **CLOSE)
     made["adafactor ddp"] = Case(train=ADAM | adafactor, steps=10, strategy="ddp", **CLOSE)
     made["adafactor lora"] = Case(train=ADAM | ADAPTERS | adafactor, steps=10, strategy="ddp", **CLOSE)
     return made
@@ -259,12 +265,16 @@ SAVED: dict[str, dict[str, Any]] = {
 }
 
 
+SCHEDULE_FREE = {"optimizer": "schedule_free_adamw", "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "8 bit-ddp": ("ddp", {"optimizer": "adamw_8bit"}, {}),
     "8 bit-fsdp2": ("fsdp2", {"optimizer": "adamw_8bit"}, {}),
     "8 bit-offloaded": ("fsdp2", {"optimizer": "adamw_8bit"}, {"fsdp2": {"cpu_offload": True}}),
     **{f"lion-{strategy}": (strategy, {"optimizer": "lion"}, {}) for strategy in ("ddp", "fsdp2")},
     **{f"muon-{strategy}": (strategy, {"optimizer": "muon"}, {}) for strategy in ("ddp", "fsdp2")},
+    **{f"schedule-free-{strategy}": (strategy, SCHEDULE_FREE, {}) for strategy in ("ddp", "fsdp2")},
+    "schedule-free-offloaded": ("fsdp2", SCHEDULE_FREE, {"fsdp2": {"cpu_offload": True}}),
+    "schedule-free-bf16": ("ddp", SCHEDULE_FREE | {"precision": "bf16"}, {}),
     "adafactor-ddp": ("ddp", {"optimizer": "adafactor"}, {}),
     "adafactor-bf16": ("ddp", {"optimizer": "adafactor", "precision": "bf16"}, {}),
     **{f"8 bit-stage {stage}": ("zero", {"optimizer": "adamw_8bit"}, {"zero_stage": stage}) for stage in range(4)},
@@ -302,6 +312,56 @@ def test_second_shards_inside_nodes_resume_exactly(tmp_path: Path) -> None:
         assert own["resumed"] == own["straight"]
 
 
+def averaged(rank: int, plans: dict[str, Plan], folder: Path) -> dict[str, Any]:
+    """Two steps, an evaluation, another step, and a save."""
+    leave_group()
+    found = {}
+    for name, plan in plans.items():
+        with tk.initialize(plan) as run:
+            batches = [step_batches(step)[run.world.coordinate.dp] for step in range(4)]
+            losses = [float(run.step(batch)) for batch in batches[:2]]
+            losses += [run.evaluate(batches[3]), float(run.step(batches[2]))]
+            tk.save(run, folder / name)
+            found[name] = losses
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.gloo
+def test_schedule_free_evaluates_and_saves_its_average_and_steps_on_from_where_it_was(tmp_path: Path) -> None:
+    plans = {
+        strategy: Case(train=ADAM | {"optimizer": "schedule_free_adamw"}, strategy=strategy).plan()
+        for strategy in ("ddp", "fsdp2")
+    }
+    found = run_distributed(averaged, RANKS, plans, tmp_path)[0]
+    model: Any = build_model(plans["ddp"], device=torch.device("cpu"))
+    optimizer = schedule_free(parameter_groups(model, weight_decay=0.1), lr=1e-2)
+    steps = [[batch for rank in step_batches(step) for batch in rank] for step in range(4)]
+    losses = []
+    for step in (0, 1, 3, 2):
+        if step == 3:
+            optimizer.eval()
+            with torch.no_grad():
+                losses.append(float(reference_loss(model, steps[3])[0]))
+            optimizer.train()
+            continue
+        loss, _ = reference_loss(model, steps[step])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    stepped = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    optimizer.eval()
+    for name in plans:
+        assert found[name] == pytest.approx(losses, abs=1e-5)
+        made = tk.export(tmp_path / name, tmp_path / f"{name} out", check_logits=False)
+        values = {key: value for file in made.report.files for key, value in load_file(made.folder / file).items()}
+        for key, weight in model.named_parameters():
+            assert torch.allclose(values[key], weight, atol=1e-5), key
+        assert not torch.allclose(values["lm_head.weight"], stepped["lm_head.weight"], atol=1e-4)
+
+
 def held_states(rank: int, plans: dict[str, Plan]) -> dict[str, int]:
     """The bytes of all tensors of the optimizer's state after a step, but counts of steps and single numbers."""
     leave_group()
@@ -318,6 +378,7 @@ def held_states(rank: int, plans: dict[str, Plan]) -> dict[str, int]:
 @pytest.mark.gloo
 def test_the_estimate_counts_the_states_that_optimizers_have() -> None:
     names = ("adamw_torch", "adafactor", "muon", "lion", "sgd")
+    pairs = [(name, precision) for name in names for precision in ("fp32", "bf16")]
     plans = {
         f"{name} {precision}": tiny_plan(
             ranks=1,
@@ -325,8 +386,7 @@ def test_the_estimate_counts_the_states_that_optimizers_have() -> None:
             parallel={"strategy": "ddp", "zero_stage": None},
             config={"hidden_size": 64, "intermediate_size": 192},
         )
-        for name in names
-        for precision in ("fp32", "bf16")
+        for name, precision in [*pairs, ("schedule_free_adamw", "bf16")]
     }
     found = run_distributed(held_states, 1, plans)[0]
     for name, plan in plans.items():

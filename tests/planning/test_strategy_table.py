@@ -46,6 +46,7 @@ def refusals(parallel: dict[str, Any], method: str, precision: str, offload: str
             "method": method,
             "precision": precision,
             "optimizer": optimizer,
+            "lr_scheduler_type": "constant",
             "max_steps": 1,
             "gradient_accumulation_steps": 4,
             "sequence_length": 512,
@@ -60,7 +61,7 @@ def refusals(parallel: dict[str, Any], method: str, precision: str, offload: str
 
 
 DEFAULT = ("ZeRO-3", "FSDP2")
-OPTIMIZERS = ("adamw", "adamw_torch", "sgd", "adamw_8bit", "lion", "adafactor", "muon")
+OPTIMIZERS = ("adamw", "adamw_torch", "sgd", "adamw_8bit", "lion", "adafactor", "muon", "schedule_free_adamw")
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,10 @@ _DATA = replace(
     _ORDER,
     counts=lambda now, then: now.job.data is not None and then.job.data is not None,  # else: the user's own script
 )
-_ADAM = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch", "adamw_8bit", "muon"))
-_BETA = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch", "adamw_8bit", "muon", "lion"))
+_ADAM = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch", "adamw_8bit", "schedule_free_adamw", "muon"))
+_BETA = replace(
+    _TOLD, counts=_optimizer_is("adamw", "adamw_torch", "adamw_8bit", "schedule_free_adamw", "muon", "lion")
+)
 _BATCH = replace(_TOLD, counts=_same_batch)
 
 

@@ -50,7 +50,7 @@ Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Method = Literal["full", "lora", "qlora"]
 Strategy = Literal["zero", "ddp", "fsdp2"]
 CommHook = Literal["none", "fp16", "bf16", "power_sgd", "hierarchical", "top_k"]
-Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "adafactor", "muon", "lion", "sgd"]
+Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "schedule_free_adamw", "adafactor", "muon", "lion", "sgd"]
 AnyOptimizer = Literal[Optimizer, "adamw_torch_fused", "adamw_bnb_8bit"]  # `optimizer_named` reads the last two
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 Loss = Literal["full", "chunked", "liger"]
@@ -309,14 +309,18 @@ class Train(Section):
     """`adamw` is DeepSpeed's kernel, `adamw_torch` is torch's; `adamw_8bit` and, under DDP and FSDP2, `lion` are those of
     the bitsandbytes package. 8 bit: moments in blocks of 256 with a scale each (arXiv 2110.02861). `adafactor` keeps
     sums of squares by row and column (arXiv 1804.04235); `muon` steps hidden matrices along their gradients'
-    orthogonal factor, scaled to rates of AdamW, which steps the rest (arXiv 2502.16982).
+    orthogonal factor, scaled to rates of AdamW, which steps the rest (arXiv 2502.16982). `schedule_free_adamw`, of the
+    schedulefree package, averages the weights in place of a decay of the rate (arXiv 2405.15682): evaluations, checkpoints
+    and exports have the average.
     """
     weight_decay: NonNegativeNumber = 0.0
     """Share of each matrix, times the learning rate, that a step takes off it (`sgd` adds it to the gradient). Norms
     and biases are not decayed.
     """
     adam_beta1: ShareBelowOne = 0.9
-    """Decay rate of AdamW's first moment; in Lion, weight of the momentum in the update."""
+    """Decay rate of AdamW's first moment; in Lion, weight of the momentum in the update; in schedule-free AdamW, of the average in the
+    weights at which gradients are taken, above 0.
+    """
     adam_beta2: ShareBelowOne = 0.999
     """Decay rate of AdamW's second moment; in Lion, of its only moment."""
     adam_epsilon: PositiveNumber = 1e-8

@@ -7,6 +7,9 @@ from typing import Any
 
 from toolkit.distributed.deepspeed_private import clipping_norm, inner_optimizer, set_clipping_norm
 
+# What schedulefree's optimizers count in their groups (schedulefree adamw_schedulefree.py).
+COUNTED = ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
+
 
 class Hyperparameters:
     """Learning rates, betas, epsilon, momentum, weight decay and the clipping norm of an engine at construction.
@@ -41,5 +44,6 @@ class Hyperparameters:
 
 
 def _names(engine: Any, group: dict[str, Any]) -> list[str]:
-    """Return the keys of a group that the plan sets: not its parameters, nor the step count of DeepSpeed's FusedAdam."""
-    return [name for name in group if name in inner_optimizer(engine).defaults or name == "initial_lr"]
+    """Return the keys of a group that the plan sets: not its parameters, nor what DeepSpeed's FusedAdam and schedulefree's count."""
+    defaults = inner_optimizer(engine).defaults
+    return [name for name in group if (name in defaults and name not in COUNTED) or name == "initial_lr"]

@@ -1,4 +1,4 @@
-"""Optimizers that DeepSpeed does not make: torch's under DDP and FSDP2, bitsandbytes', and transformers' Adafactor."""
+"""Optimizers that DeepSpeed does not make: torch's under DDP and FSDP2, bitsandbytes', schedulefree's and transformers' Adafactor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from toolkit.distributed.dtensors import is_dtensor
 from toolkit.errors import PlanError, first_line
-from toolkit.launch.packages import package_of_optimizer
+from toolkit.launch.packages import SCHEDULE_FREE, package_of_optimizer
 from toolkit.planning.plan import Plan
 
 # What bitsandbytes' 8-bit states mean: one table of 256 numbers for each moment, the same for all weights.
@@ -24,11 +24,11 @@ def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.op
     """Return the optimizer of a plan over parameter groups of a model.
 
     Raises:
-        PlanError: OPTIMIZER_PACKAGE if bitsandbytes cannot be imported.
+        PlanError: OPTIMIZER_PACKAGE if bitsandbytes or schedulefree cannot be imported.
     Source:
         bitsandbytes optim/adamw.py AdamW8bit, optim/lion.py Lion; transformers optimization.py Adafactor, as trainer_optimizer.py
         makes it; torch optim/_muon.py Muon; arXiv 2110.02861 (blocks of 8-bit states), 2302.06675 (Lion), 1804.04235 (Adafactor),
-        2502.16982 (Muon, scaled to rates of AdamW).
+        2502.16982 (Muon, scaled to rates of AdamW); schedulefree adamw_schedulefree.py, whose warm-up is that of the plan's schedule.
     """
     train, rate = plan.job.train, plan.settings.learning_rate
     if train.optimizer == "sgd":
@@ -51,6 +51,8 @@ def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.op
     }
     if train.optimizer == "adamw_8bit":
         return _in_parts(_bitsandbytes(plan).AdamW8bit)(groups, **options)  # type: ignore[no-any-return]
+    if train.optimizer == "schedule_free_adamw":
+        return _schedule_free(groups, **options)
     if train.optimizer == "muon":
         return MuonWithAdamW(groups, model, momentum=train.used_momentum, **options, fused=fused)
     return torch.optim.AdamW(groups, **options, fused=fused)
@@ -157,6 +159,16 @@ def _local(weight: Any) -> torch.nn.Parameter:
     local = torch.nn.Parameter(weight.to_local())
     local.grad = weight.grad.to_local()
     return local
+
+
+def _schedule_free(groups: list[Any], **options: Any) -> torch.optim.Optimizer:
+    try:
+        from schedulefree import AdamWScheduleFree
+    except ImportError as error:
+        raise PlanError(SCHEDULE_FREE.problem(first_line(error))) from None
+    optimizer = AdamWScheduleFree(groups, **options)
+    optimizer.train()
+    return optimizer  # type: ignore[no-any-return]
 
 
 def _bitsandbytes(plan: Plan) -> Any:

@@ -49,6 +49,9 @@ WEIGHT, OPTIMIZER, HOOK = "model.", "optimizer.", "hook."
 WriteTensors = Callable[[Path, Mapping[str, Tensor], Mapping[str, str]], None]
 
 
+Averaged = dict[Literal["weight_sum", "lr_max"], float]  # of a group of weights
+
+
 class EngineRecord(BaseModel):
     """What the tensors of an engine's files do not say.
 
@@ -57,6 +60,8 @@ class EngineRecord(BaseModel):
         optimizer_state: Names of the optimizer's tensors of each trained weight.
         dtype: Data type in which the model computes.
         shared: Further names of weights that modules share, each with the name that has the tensor.
+        averages: What schedule-free AdamW has counted for each of its groups: the sum of what its weights count in their average, and
+            the highest rate.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -65,6 +70,7 @@ class EngineRecord(BaseModel):
     optimizer_state: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(strict=False)]
     dtype: Literal["bf16", "fp16", "fp32"]
     shared: dict[str, str]
+    averages: Annotated[tuple[Averaged, ...], Field(strict=False)] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Self:

@@ -25,6 +25,7 @@ from toolkit.engine.sharded_files import (
     HOOK,
     OPTIMIZER,
     WEIGHT,
+    Averaged,
     EngineRecord,
     ShardReader,
     WriteTensors,
@@ -64,7 +65,8 @@ class TorchEngine:
         self.module = model
         self._wrapper: Any = model if self._shards or world.size == 1 else _replicated(plan, model, world)
         self._hook: Any = None if self._wrapper is model else _hooked(plan, self._wrapper, world)
-        self.optimizer = made_here(plan, groups, model)
+        self.optimizer: Any = made_here(plan, groups, model)
+        self._averages = plan.job.train.optimizer == "schedule_free_adamw"
         self.lr_scheduler = schedule.build(self.optimizer)
         self._micro_batches = 0
         self._norm: Tensor | None = None
@@ -72,7 +74,7 @@ class TorchEngine:
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer:
         """torch's optimizer, under the name that DeepSpeed's engine gives its own."""
-        return self.optimizer
+        return self.optimizer  # type: ignore[no-any-return]
 
     def __call__(self, **inputs: Any) -> Any:
         """Run the model; in training, DDP and FSDP2 learn whether the backward pass that follows reduces."""
@@ -127,10 +129,16 @@ class TorchEngine:
         return self._norm
 
     def train(self) -> None:
+        """Return to training, schedule-free AdamW to the weights at which it takes gradients."""
         self._wrapper.train()
+        if self._averages:
+            self.optimizer.train()
 
     def eval(self) -> None:
+        """Turn to evaluation, of schedule-free AdamW's average of the weights."""
         self._wrapper.eval()
+        if self._averages:
+            self.optimizer.eval()
 
     def destroy(self) -> None:
         """Drop the gradients and the optimizer's state; the model lives as long as someone refers to it."""
@@ -141,9 +149,20 @@ class TorchEngine:
     def save_checkpoint(self, folder: str, *, tag: str, exclude_frozen_parameters: bool, write: WriteTensors) -> None:
         """Write weights and, unless the plan saves weights alone, optimizer state below `folder/tag`, each rank its part, and the tag's name.
 
+        Of schedule-free AdamW the weights are the average, so that what is saved is what is evaluated and exported.
+
         Collectives:
             Those of torch's distributed checkpoint.
         """
+        if self._averages:
+            self.optimizer.eval()
+        try:
+            self._save(folder, tag=tag, exclude_frozen_parameters=exclude_frozen_parameters)
+        finally:
+            if self._averages:
+                self.optimizer.train()
+
+    def _save(self, folder: str, *, tag: str, exclude_frozen_parameters: bool) -> None:
         target = Path(folder) / tag
         weights = dict(self._weights(trained_only=exclude_frozen_parameters))
         states = {
@@ -163,6 +182,7 @@ class TorchEngine:
                 optimizer_state=tuple(sorted({key.rpartition(".")[2] for key in states})),
                 dtype=self._plan.settings.dtype,
                 shared=_shared(self.module, weights),
+                averages=self._counted() if self._averages else None,
             )
             write_text(target / ENGINE_FILE, record.model_dump_json(indent=2), sync=True)
             write_text(Path(folder) / LATEST, tag, sync=True)
@@ -203,7 +223,21 @@ class TorchEngine:
         self.optimizer.state.clear()
         self.optimizer.state.update({weight: state for weight, state in states.items() if state})
         self.lr_scheduler.last_epoch = record.scheduler_epoch
+        if self._averages:
+            groups, averages = self.optimizer.param_groups, record.averages or ()
+            if len(averages) != len(groups):
+                raise ValueError(
+                    f"{ENGINE_FILE} has {len(averages)} averages of weights, the optimizer {len(groups)} groups"
+                )
+            for group, counted in zip(groups, averages, strict=True):
+                group.update(counted, k=record.scheduler_epoch, train_mode=False)
+            self.optimizer.train()
         return tag, {}
+
+    def _counted(self) -> tuple[Averaged, ...]:
+        """Return what schedule-free AdamW has counted for each of its groups, beside the steps."""
+        groups = self.optimizer.param_groups
+        return tuple({"weight_sum": float(group["weight_sum"]), "lr_max": float(group["lr_max"])} for group in groups)
 
     def _name_of_state(self, name: str, key: str, weight: Tensor, value: Any) -> str:
         """Return the name of a part of a weight's state, with the rank where only that one has it."""

@@ -65,6 +65,15 @@ BITSANDBYTES = Package(
     wanted="method=qlora",
     instead="set train.method to lora",
 )
+SCHEDULE_FREE = Package(
+    name="schedulefree",
+    extra="schedule-free",
+    least="1.4",
+    code="OPTIMIZER_PACKAGE",
+    key="train.optimizer",
+    wanted="optimizer=schedule_free_adamw",
+    instead="set train.optimizer to adamw",
+)
 LIGER = Package(
     name="liger-kernel",
     extra="liger",
@@ -84,7 +93,9 @@ LIGER_KERNELS = replace(
 
 
 def package_of_optimizer(name: str) -> Package:
-    """Return bitsandbytes as what an optimizer needs."""
+    """Return what an optimizer that is not torch's or DeepSpeed's needs."""
+    if name == SCHEDULE_FREE.wanted.partition("=")[2]:
+        return SCHEDULE_FREE
     return replace(
         BITSANDBYTES,
         code="OPTIMIZER_PACKAGE",
@@ -141,7 +152,9 @@ def _needed(plan: Plan) -> Iterator[Package]:
     if plan.job.train.method == "qlora":
         yield BITSANDBYTES
     optimizer = plan.job.train.optimizer
-    if optimizer == "adamw_8bit" or (optimizer == "lion" and plan.job.parallel.strategy != "zero"):
+    if optimizer in ("adamw_8bit", "schedule_free_adamw") or (
+        optimizer == "lion" and plan.job.parallel.strategy != "zero"
+    ):
         yield package_of_optimizer(optimizer)
     if plan.job.train.loss == "liger":
         yield LIGER

@@ -14,13 +14,14 @@ MASTER_BYTES = 4  # an fp32 copy
 GRADIENT_BYTES = 4  # in fp32, where the state is offloaded
 
 # Bytes per parameter in addition to it: Adam's two moments, Lion's one and the momentum of SGD in fp32 (arXiv 1910.02054,
-# section 3.1; 2302.06675). 8-bit AdamW keeps two bytes, and for each of them a 4-byte scale per 256 elements (bitsandbytes
+# section 3.1; 2302.06675); schedule-free AdamW's second moment and the weights that it averages (2405.15682). 8-bit AdamW keeps two bytes, and for each of them a 4-byte scale per 256 elements (bitsandbytes
 # optim/optimizer.py Optimizer2State.init_state). At most: Adafactor's rows and columns, here of a matrix of 16 rows, and Muon's,
 # where embedding and head have the two moments of Adam and the other matrices one.
 MOMENT_BYTES: dict[Optimizer, float] = {
     "adamw": 8,
     "adamw_torch": 8,
     "adamw_8bit": 2 + 2 * 4 / 256,
+    "schedule_free_adamw": 8,
     "adafactor": 0.25,
     "muon": 8,
     "lion": 4,

@@ -30,6 +30,7 @@ _OPTIMIZERS = {
     "adamw": "adamw_torch",
     "adamw_torch": "adamw_torch",
     "adamw_8bit": "adamw_bnb_8bit",
+    "schedule_free_adamw": "schedule_free_adamw",
     "adafactor": "adafactor",
     "lion": "lion_32bit",
     "sgd": "sgd",

@@ -19,13 +19,18 @@ from toolkit.planning.plan import Plan
 from toolkit.planning.settings import ITEMSIZES
 from toolkit.planning.state_bytes import MOMENT_BYTES, OF_OWN_TYPE
 
-OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "adafactor", "muon", "fused_lion", "sgd"]
+OptimizerKind = Literal[
+    "fused_adam", "torch_adamw", "adamw_8bit", "schedule_free_adamw", "adafactor", "muon", "fused_lion", "sgd"
+]
+# Those that DeepSpeed's file does not name: its own kernels do not make them.
+_OF_THE_JOB = ("adamw_8bit", "schedule_free_adamw", "adafactor", "muon")
 
 # Optimizer of the job for each kind.
 _NAMES: Mapping[OptimizerKind, JobOptimizer] = {
     "fused_adam": "adamw",
     "torch_adamw": "adamw_torch",
     "adamw_8bit": "adamw_8bit",
+    "schedule_free_adamw": "schedule_free_adamw",
     "adafactor": "adafactor",
     "muon": "muon",
     "fused_lion": "lion",
@@ -33,8 +38,9 @@ _NAMES: Mapping[OptimizerKind, JobOptimizer] = {
 }
 
 # Bytes per parameter of a step's temporaries: torch's foreach AdamW holds the square root of the second moments
-# (torch/optim/adamw.py _multi_tensor_adamw); the fused kernels of torch and DeepSpeed hold nothing, and others what one weight takes.
-STEP_BYTES: Mapping[str, int] = {"torch_adamw": 4}
+# (torch/optim/adamw.py _multi_tensor_adamw), and so does schedulefree's (adamw_schedulefree.py step); the fused kernels of torch
+# and DeepSpeed hold nothing, and others what one weight takes.
+STEP_BYTES: Mapping[str, int] = {"torch_adamw": 4, "schedule_free_adamw": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +192,8 @@ def engine_settings(
         decomposes=plan.job.train.changes_base,
         keeps_errors=plan.job.train.method != "full" and plan.job.train.adapters.init_lora_weights == "loftq",
     )
-    if plan.job.train.optimizer in ("adamw_8bit", "adafactor", "muon"):
-        settings = replace(settings, optimizer=plan.job.train.optimizer)
+    if plan.job.train.optimizer in _OF_THE_JOB:
+        settings = replace(settings, optimizer=plan.job.train.optimizer)  # type: ignore[arg-type]
     if plan.job.parallel.strategy == "zero":
         return settings
     options = plan.job.parallel.fsdp2_options

@@ -261,6 +261,18 @@ def _option_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             fix=f"Set train.optimizer to adamw, or {OWN}",
             source="transformers training_args.py OptimizerNames",
         )
+    if (
+        draft.job.train.optimizer == "schedule_free_adamw"
+        and consumer == "trainer"
+        and draft.job.train.lr_scheduler_type != "constant"
+    ):
+        yield Problem(
+            code="INTEGRATION_STRATEGY",
+            key="train.lr_scheduler_type",
+            message=f"optimizer=schedule_free_adamw with a warm-up: {NAMES[consumer]} warms up twice, by schedule and by optimizer",
+            fix=f"Set train.lr_scheduler_type to constant, or {OWN}",
+            source="transformers trainer_optimizer.py _get_schedule_free_optimizer",
+        )
     unread = {"fsdp2": ("dp_replicate_size", "reduce_dtype"), "ddp": own}
     given = getattr(parallel, parallel.strategy, None)
     for name in unread.get(parallel.strategy, ()):

@@ -45,6 +45,12 @@ def optimizer_strategies(draft: UncheckedPlan) -> Iterator[Problem]:
     elif optimizer == "muon" and strategy == "zero":
         why = "ZeRO steps flat partitions; DeepSpeed's own Muon scales its updates otherwise, for rates of its own"
         source, others = "deepspeed runtime/zero/muon/original_muon.py", "ddp or fsdp2"
+    elif optimizer == "schedule_free_adamw" and strategy == "zero":
+        why = (
+            "evaluation and saves need other weights than steps, and ZeRO steps flat copies, which it writes into the model after a "
+            "step alone"
+        )
+        source, others = "deepspeed runtime/zero/stage_1_and_2.py", "ddp or fsdp2"
     if why:
         yield Problem(
             code="STRATEGY_UNSUPPORTED",

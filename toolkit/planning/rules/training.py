@@ -12,9 +12,9 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Keys that only some optimizers read (torch.optim, deepspeed ops/adam, ops/lion).
 _OPTIMIZER_KEYS = {
-    "adam_beta1": ("adamw", "adamw_torch", "adamw_8bit", "muon", "lion"),
-    "adam_beta2": ("adamw", "adamw_torch", "adamw_8bit", "muon", "lion"),
-    "adam_epsilon": ("adamw", "adamw_torch", "adamw_8bit", "muon"),
+    "adam_beta1": ("adamw", "adamw_torch", "adamw_8bit", "schedule_free_adamw", "muon", "lion"),
+    "adam_beta2": ("adamw", "adamw_torch", "adamw_8bit", "schedule_free_adamw", "muon", "lion"),
+    "adam_epsilon": ("adamw", "adamw_torch", "adamw_8bit", "schedule_free_adamw", "muon"),
     "momentum": ("sgd", "muon"),
 }
 
@@ -129,6 +129,28 @@ def warmup(draft: UncheckedPlan) -> Iterator[Problem]:
             message="warmup_ratio=1 leaves no step after the warm-up, and Trainer reads it as one step",
             fix="Set train.warmup_ratio below 1",
             source="transformers training_args.py get_warmup_steps",
+        )
+
+
+def schedule_free(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse a schedule beside an average of the weights that takes its part."""
+    train = draft.job.train
+    if train.optimizer == "schedule_free_adamw" and not train.lr_scheduler_type.startswith("constant"):
+        yield Problem(
+            code="SCHEDULE_FREE",
+            key="train.lr_scheduler_type",
+            message=f"lr_scheduler_type={train.lr_scheduler_type} with optimizer=schedule_free_adamw: its average of the weights, in "
+            "which those of high rates count most, takes the part of a decay",
+            fix="Set train.lr_scheduler_type to constant_with_warmup or constant",
+            source="schedulefree adamw_schedulefree.py; arXiv 2405.15682",
+        )
+    if train.optimizer == "schedule_free_adamw" and train.adam_beta1 == 0:
+        yield Problem(
+            code="SCHEDULE_FREE",
+            key="train.adam_beta1",
+            message="adam_beta1=0 with optimizer=schedule_free_adamw: it finds its average of the weights through a division by it",
+            fix="Set train.adam_beta1 above 0, such as 0.9",
+            source="schedulefree adamw_schedulefree.py eval",
         )
 
 
@@ -386,6 +408,7 @@ RULES = (
     hub_keys,
     run_length,
     warmup,
+    schedule_free,
     minimum_learning_rate,
     polynomial_rate,
     learning_rate_scaling,
