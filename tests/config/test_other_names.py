@@ -182,7 +182,7 @@ def test_padding_free_is_separated():
     assert (problem.code, problem.key) == ("KEY_VALUE", "data.packing")
 
 
-@pytest.mark.parametrize("value", ["adamw_torch_8bit", "paged_adamw_8bit", "lion_8bit", "ademamix", ["sgd"], None])
+@pytest.mark.parametrize("value", ["adamw_torch_8bit", "paged_adamw_32bit", "lion_8bit", "ademamix", ["sgd"], None])
 def test_optimizers_that_are_none_of_ours(value):
     (problem,) = problems_of(lambda: Train(optim=value))
     assert (problem.code, problem.key) == ("KEY_VALUE", "train.optim")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cards import card
-from courses import LORA, NEAR, SGD, SUMS, Case, arguments_of, assert_follows_plain_torch, train_all
+from courses import ADAM, LORA, NEAR, SGD, SUMS, Case, arguments_of, assert_follows_plain_torch, train_all
 from ranks import run_on_cards
+
+from tests.engine.test_torch_engine import save_and_resume
 
 FOUR = {"num_hidden_layers": 4}
 PAIR: dict[str, Any] = {"pipeline": 2, "data": 2, "micro_batches": 4, "config": FOUR}
@@ -47,3 +50,25 @@ def courses() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_plain_torch_does(courses: list[dict[str, Any]], name: str) -> None:
     assert_follows_plain_torch(CASES[name], [rank[name] for rank in courses], drawn_on="cuda")
+
+
+@pytest.mark.timeout(500)
+def test_paged_states_step_as_those_on_the_card_and_resume(tmp_path: Path) -> None:
+    wide = {"hidden_size": 512, "intermediate_size": 1024}  # moments of 100,000 numbers and more are paged
+    places: dict[str, dict[str, Any]] = {
+        "ddp": {"strategy": "ddp"},
+        "fsdp2": {"strategy": "fsdp2"},
+        "zero 2": {"stage": 2},
+    }
+    plans = {
+        f"{optimizer} {name}": Case(train=ADAM | {"optimizer": optimizer}, data=1, config=wide, **of).plan(
+            gpu=str(card())
+        )
+        for name, of in places.items()
+        for optimizer in ("adamw_8bit", "paged_adamw_8bit")
+    }
+    found = run_on_cards(save_and_resume, 1, plans, tmp_path, num_cards=1, timeout_seconds=400)[0]
+    for name in places:
+        plain, paged = (found[f"{optimizer} {name}"] for optimizer in ("adamw_8bit", "paged_adamw_8bit"))
+        assert paged["straight"] == pytest.approx(plain["straight"], abs=1e-5)
+        assert paged["resumed"] == pytest.approx(paged["straight"], abs=1e-5)

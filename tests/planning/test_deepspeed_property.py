@@ -197,7 +197,7 @@ def test_what_we_accept_deepspeed_accepts_and_uses(job):
             assert all(code.startswith("INTEGRATION_") for code in error.codes)  # noqa: PT017
             continue
         assert_used(config, plan.grid.dp)
-        assert ("optimizer" in config) == (consumer != "accelerate" and job.train.optimizer != "adamw_8bit")
+        assert ("optimizer" in config) == (consumer != "accelerate" and not job.train.in_8_bits)
         assert "scheduler" not in config
 
 

@@ -135,6 +135,8 @@ BROKEN = [
     ("WEIGHTS_CHOICE", "train.freeze", "pipeline=2", {"model": "llama-3.1-8b", "train": {"freeze": ["embed"]}, "parallel": {"pipeline": 2}}),
     ("WEIGHTS_CHOICE", "train.learning_rates", "learning_rate_scaling=linear", {"train": {"learning_rates": {"embed": 1e-6}, "learning_rate_scaling": "linear", "learning_rate_reference_batch_size": 8}}),
     ("QLORA_STAGE", "train.method", "zero_stage=3", {"train": {"method": "qlora"}, "parallel": {"zero_stage": 3}}),
+    ("OPTIMIZER_CARD", "train.optimizer", "paged_adamw_8bit with gpu=cpu", {"gpu": "cpu", "train": {"optimizer": "paged_adamw_8bit"}, "parallel": {"strategy": "ddp"}}),
+    ("OPTIMIZER_CARD", "train.optimizer", "with cpu_offload=true", {"train": {"optimizer": "paged_adamw_8bit"}, "parallel": {"strategy": "fsdp2", "fsdp2": {"cpu_offload": True}}}),
     ("OFFLOAD_OPTIMIZER", "train.optimizer", "optimizer-cpu", {"train": {"optimizer": "adamw_8bit"}, "parallel": {"offload": "optimizer-cpu", "zero_stage": 2}}),
     ("STRATEGY_UNSUPPORTED", "train.optimizer", "DeepSpeed's own Muon", {"train": {"optimizer": "muon"}}),
     ("LORA_TARGETS", "train.lora.target_modules", "target_modules=q_proj, v_proj with model_type=gpt2", {"model": "gpt2", "train": {"method": "lora", "lora": {"target_modules": ["q_proj", "v_proj"]}}}),

@@ -61,7 +61,17 @@ def refusals(parallel: dict[str, Any], method: str, precision: str, offload: str
 
 
 DEFAULT = ("ZeRO-3", "FSDP2")
-OPTIMIZERS = ("adamw", "adamw_torch", "sgd", "adamw_8bit", "lion", "adafactor", "muon", "schedule_free_adamw")
+OPTIMIZERS = (
+    "adamw",
+    "adamw_torch",
+    "sgd",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "lion",
+    "adafactor",
+    "muon",
+    "schedule_free_adamw",
+)
 
 
 @pytest.mark.parametrize(

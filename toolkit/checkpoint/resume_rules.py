@@ -61,7 +61,7 @@ def _lora(name: str) -> Callable[[Plan], Any]:
 def _keeps_own_rows(now: Plan, then: Plan) -> bool:
     """Return whether each rank saves the optimizer's state of its own rows, as bitsandbytes' under FSDP2 (engine/torch_engine.py)."""
     is_fsdp2 = now.job.parallel.strategy == then.job.parallel.strategy == "fsdp2"
-    return is_fsdp2 and _optimizer_is("adamw_8bit", "lion")(now, then)
+    return is_fsdp2 and _optimizer_is("adamw_8bit", "paged_adamw_8bit", "lion")(now, then)
 
 
 def _of_sources(plan: Plan) -> Any:
@@ -155,9 +155,14 @@ _DATA = replace(
     _ORDER,
     counts=lambda now, then: now.job.data is not None and then.job.data is not None,  # else: the user's own script
 )
-_ADAM = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch", "adamw_8bit", "schedule_free_adamw", "muon"))
+_ADAM = replace(
+    _TOLD, counts=_optimizer_is("adamw", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "muon")
+)
 _BETA = replace(
-    _TOLD, counts=_optimizer_is("adamw", "adamw_torch", "adamw_8bit", "schedule_free_adamw", "muon", "lion")
+    _TOLD,
+    counts=_optimizer_is(
+        "adamw", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "muon", "lion"
+    ),
 )
 _BATCH = replace(_TOLD, counts=_same_batch)
 

@@ -50,7 +50,9 @@ Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Method = Literal["full", "lora", "qlora"]
 Strategy = Literal["zero", "ddp", "fsdp2"]
 CommHook = Literal["none", "fp16", "bf16", "power_sgd", "hierarchical", "top_k"]
-Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "schedule_free_adamw", "adafactor", "muon", "lion", "sgd"]
+Optimizer = Literal[
+    "adamw", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "adafactor", "muon", "lion", "sgd"
+]
 AnyOptimizer = Literal[Optimizer, "adamw_torch_fused", "adamw_bnb_8bit"]  # `optimizer_named` reads the last two
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 Loss = Literal["full", "chunked", "liger"]
@@ -307,7 +309,8 @@ class Train(Section):
     """Number format in which the gradients of micro batches add up."""
     optimizer: Annotated[Optimizer, BeforeValidator(optimizer_named, json_schema_input_type=AnyOptimizer)] = "adamw"
     """`adamw` is DeepSpeed's kernel, `adamw_torch` is torch's; `adamw_8bit` and, under DDP and FSDP2, `lion` are those of
-    the bitsandbytes package. 8 bit: moments in blocks of 256 with a scale each (arXiv 2110.02861). `adafactor` keeps
+    the bitsandbytes package. 8 bit: moments in blocks of 256 with a scale each (arXiv 2110.02861); those of
+    `paged_adamw_8bit` are in CUDA's managed memory, which moves them to RAM while the card has no room. `adafactor` keeps
     sums of squares by row and column (arXiv 1804.04235); `muon` steps hidden matrices along their gradients'
     orthogonal factor, scaled to rates of AdamW, which steps the rest (arXiv 2502.16982). `schedule_free_adamw`, of the
     schedulefree package, averages the weights in place of a decay of the rate (arXiv 2405.15682): evaluations, checkpoints
@@ -485,6 +488,11 @@ class Train(Section):
         """Momentum of the optimizer: Muon's is torch's default when left out (optim/_muon.py)."""
         left_out = self.optimizer == "muon" and "momentum" not in self.model_fields_set
         return 0.95 if left_out else self.momentum
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether the optimizer's states have 8 bits."""
+        return self.optimizer in ("adamw_8bit", "paged_adamw_8bit")
 
     @property
     def changes_base(self) -> bool:

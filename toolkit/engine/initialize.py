@@ -106,7 +106,7 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
     compare_within(world.dp_group)  # reset when the run is closed
     if alone:
         reset_mpu()
-    optimizer = made_here(plan, groups, model) if plan.job.train.optimizer == "adamw_8bit" else None
+    optimizer = made_here(plan, groups, model) if plan.job.train.in_8_bits else None
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,

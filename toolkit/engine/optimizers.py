@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from toolkit.errors import PlanError, first_line
 from toolkit.launch.packages import SCHEDULE_FREE, package_of_optimizer
 from toolkit.planning.plan import Plan
 
-# What bitsandbytes' 8-bit states mean: one table of 256 numbers for each moment, the same for all weights.
+# Tensors of a weight's state in bitsandbytes, and what they mean in 8 bits: one table of 256 numbers for each moment, the same for all weights.
+MOMENTS = ("state1", "state2")
 TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}
 # Numbers of a weight that share a scale of their 8-bit states.
 BLOCK = 256
@@ -26,7 +28,7 @@ def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.op
     Raises:
         PlanError: OPTIMIZER_PACKAGE if bitsandbytes or schedulefree cannot be imported.
     Source:
-        bitsandbytes optim/adamw.py AdamW8bit, optim/lion.py Lion; transformers optimization.py Adafactor, as trainer_optimizer.py
+        bitsandbytes optim/adamw.py AdamW8bit, PagedAdamW8bit, optim/lion.py Lion; transformers optimization.py Adafactor, as trainer_optimizer.py
         makes it; torch optim/_muon.py Muon; arXiv 2110.02861 (blocks of 8-bit states), 2302.06675 (Lion), 1804.04235 (Adafactor),
         2502.16982 (Muon, scaled to rates of AdamW); schedulefree adamw_schedulefree.py, whose warm-up is that of the plan's schedule.
     """
@@ -49,8 +51,10 @@ def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.op
         "eps": train.adam_epsilon,
         "weight_decay": train.weight_decay,
     }
-    if train.optimizer == "adamw_8bit":
-        return _in_parts(_bitsandbytes(plan).AdamW8bit)(groups, **options)  # type: ignore[no-any-return]
+    if train.in_8_bits:
+        of = _bitsandbytes(plan)
+        kind = of.AdamW8bit if train.optimizer == "adamw_8bit" else of.PagedAdamW8bit
+        return _in_parts(kind)(groups, **options)  # type: ignore[no-any-return]
     if train.optimizer == "schedule_free_adamw":
         return _schedule_free(groups, **options)
     if train.optimizer == "muon":
@@ -109,6 +113,33 @@ def complete_state(optimizer: torch.optim.Optimizer, weight: torch.Tensor, state
     state["step"] = int(state["step"])
     if "absmax1" in state:
         state |= {key: tables[name].to(weight.device) for key, name in TABLES.items()}
+    page(optimizer, state, before=optimizer.state.get(weight, {}))
+
+
+def page(optimizer: Any, state: dict[str, Any], *, before: Mapping[str, Any]) -> None:
+    """Put the loaded moments of a weight where a paged optimizer has them, in place: into managed memory, that of `before` if there is some.
+
+    Source:
+        bitsandbytes optim/optimizer.py Optimizer8bit.get_state_buffer: from 100,000 numbers on.
+    """
+    for key in MOMENTS if optimizer.is_paged else ():
+        if key in state and not is_paged(state[key]):
+            room: Any = before.get(key)
+            room = room if is_paged(room) else optimizer.get_state_buffer(state[key], state[key].dtype)
+            state[key] = room.copy_(state[key])
+
+
+def is_paged(value: Any) -> bool:
+    """Return whether a tensor is in CUDA's managed memory (bitsandbytes functional.py get_paged)."""
+    return getattr(value, "is_paged", False)
+
+
+def _piece(whole: torch.Tensor, numbers: slice) -> torch.Tensor:
+    """Return some numbers of a tensor, which are as paged as it is."""
+    piece: Any = whole.view(-1)[numbers]
+    if is_paged(whole):
+        piece.is_paged, piece.page_deviceid = True, whole.page_deviceid  # type: ignore[attr-defined]
+    return piece  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -125,6 +156,20 @@ def _in_parts(kind: Any) -> Any:
             local = _local(p)
             super().init_state(group, local, gindex, pindex)
             self.state[p] = self.state.pop(local)
+
+        def state_dict(self) -> dict[str, Any]:
+            """Return the state as plain tensors: pickles would have the attributes of paged ones, as a class of their own."""
+            saved: dict[str, Any] = super().state_dict()
+            for state in saved["state"].values():
+                for tensors in (state, *(value for value in state.values() if isinstance(value, dict))):
+                    tensors |= {key: value.view_as(value) for key, value in tensors.items() if is_paged(value)}
+            return saved
+
+        def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+            before = dict(self.state)
+            super().load_state_dict(state_dict, move_to_device)
+            for weight, state in self.state.items():
+                page(self, state, before=before.get(weight, {}))
 
         def update_step(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
             if is_dtensor(p):
@@ -144,7 +189,7 @@ def _in_parts(kind: Any) -> Any:
                 part = torch.nn.Parameter(values[numbers])
                 part.grad = gradient[numbers]
                 self.state[part] = state | {
-                    **{key: state[key].view(-1)[numbers] for key in ("state1", "state2") if key in state},
+                    **{key: _piece(state[key], numbers) for key in MOMENTS if key in state},
                     **{key: state[key][blocks] for key in ("absmax1", "absmax2") if key in state},
                 }
                 super().update_step(group, part, gindex, pindex)

@@ -157,12 +157,12 @@ class TorchEngine:
         if self._averages:
             self.optimizer.eval()
         try:
-            self._save(folder, tag=tag, exclude_frozen_parameters=exclude_frozen_parameters)
+            self._save(folder, tag=tag, exclude_frozen_parameters=exclude_frozen_parameters, write=write)
         finally:
             if self._averages:
                 self.optimizer.train()
 
-    def _save(self, folder: str, *, tag: str, exclude_frozen_parameters: bool) -> None:
+    def _save(self, folder: str, *, tag: str, exclude_frozen_parameters: bool, write: WriteTensors) -> None:
         target = Path(folder) / tag
         weights = dict(self._weights(trained_only=exclude_frozen_parameters))
         states = {

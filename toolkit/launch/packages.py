@@ -152,8 +152,10 @@ def _needed(plan: Plan) -> Iterator[Package]:
     if plan.job.train.method == "qlora":
         yield BITSANDBYTES
     optimizer = plan.job.train.optimizer
-    if optimizer in ("adamw_8bit", "schedule_free_adamw") or (
-        optimizer == "lion" and plan.job.parallel.strategy != "zero"
+    if (
+        plan.job.train.in_8_bits
+        or optimizer == "schedule_free_adamw"
+        or (optimizer == "lion" and plan.job.parallel.strategy != "zero")
     ):
         yield package_of_optimizer(optimizer)
     if plan.job.train.loss == "liger":

@@ -52,6 +52,11 @@ NF4 = (
     "adapters included, has the training precision"
 )
 
+PAGED = (
+    "paged states are counted on the card, where they are while it has room: the driver moves them to RAM when other tensors need it, "
+    "and torch's allocator does not count them"
+)
+
 ADAPTER_INPUTS = (
     "adapters under checkpointing are estimated as run by Trainer and scripts, where the first layer's input needs a "
     "gradient; `toolkit train` frees both before the step"
@@ -255,6 +260,8 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
         )
     if plan.job.train.method == "qlora":
         yield NF4
+    if plan.job.train.optimizer == "paged_adamw_8bit":
+        yield PAGED
     if plan.job.train.method != "full" and plan.settings.gradient_checkpointing and plan.grid.size("model") == 1:
         yield ADAPTER_INPUTS
     if plan.job.train.torch_compile and plan.on_cpu:

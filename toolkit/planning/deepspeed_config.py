@@ -52,7 +52,7 @@ def deepspeed_config(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]
         # On CPU both join gloo without DeepSpeed, whose zero.Init then counts one rank and finds the product wrong
         # (runtime/config.py _batch_assertion); the engine, which counts all, multiplies it out itself.
         del config["train_batch_size"]
-    made_outside = consumer == "accelerate" or draft.job.train.optimizer == "adamw_8bit"
+    made_outside = consumer == "accelerate" or draft.job.train.in_8_bits
     if not made_outside:
         config["optimizer"] = _optimizer_section(draft)
     if draft.job.train.optimizer == "sgd" or made_outside:

@@ -21,6 +21,7 @@ MOMENT_BYTES: dict[Optimizer, float] = {
     "adamw": 8,
     "adamw_torch": 8,
     "adamw_8bit": 2 + 2 * 4 / 256,
+    "paged_adamw_8bit": 2 + 2 * 4 / 256,
     "schedule_free_adamw": 8,
     "adafactor": 0.25,
     "muon": 8,
@@ -29,7 +30,7 @@ MOMENT_BYTES: dict[Optimizer, float] = {
 }
 
 # Optimizers whose states have a type of their own, whatever that of the weights.
-OF_OWN_TYPE = ("adamw_8bit", "adafactor", "lion")
+OF_OWN_TYPE = ("adamw_8bit", "paged_adamw_8bit", "adafactor", "lion")
 
 # Master copy and moments, rounded up.
 STATE_BYTES: dict[Optimizer, int] = {name: MASTER_BYTES + math.ceil(size) for name, size in MOMENT_BYTES.items()}

@@ -30,6 +30,7 @@ _OPTIMIZERS = {
     "adamw": "adamw_torch",
     "adamw_torch": "adamw_torch",
     "adamw_8bit": "adamw_bnb_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
     "schedule_free_adamw": "schedule_free_adamw",
     "adafactor": "adafactor",
     "lion": "lion_32bit",
@@ -100,7 +101,7 @@ def _strategy_arguments(draft: UncheckedPlan) -> dict[str, Any]:
     """Return the arguments of the strategy; DeepSpeed's file has the optimizer, else Trainer makes it."""
     strategy, optimizer = draft.job.parallel.strategy, draft.job.train.optimizer
     if strategy == "zero":
-        outside = {"optim": _OPTIMIZERS[optimizer]} if optimizer == "adamw_8bit" else {}
+        outside = {"optim": _OPTIMIZERS[optimizer]} if draft.job.train.in_8_bits else {}
         return outside | {"deepspeed": deepspeed_config(draft, "trainer")}
     chosen = {"optim": _OPTIMIZERS[optimizer]}
     if strategy == "ddp":

@@ -23,7 +23,7 @@ OptimizerKind = Literal[
     "fused_adam", "torch_adamw", "adamw_8bit", "schedule_free_adamw", "adafactor", "muon", "fused_lion", "sgd"
 ]
 # Those that DeepSpeed's file does not name: its own kernels do not make them.
-_OF_THE_JOB = ("adamw_8bit", "schedule_free_adamw", "adafactor", "muon")
+_OF_THE_JOB = ("schedule_free_adamw", "adafactor", "muon")
 
 # Optimizer of the job for each kind.
 _NAMES: Mapping[OptimizerKind, JobOptimizer] = {
@@ -192,7 +192,11 @@ def engine_settings(
         decomposes=plan.job.train.changes_base,
         keeps_errors=plan.job.train.method != "full" and plan.job.train.adapters.init_lora_weights == "loftq",
     )
-    if plan.job.train.optimizer in _OF_THE_JOB:
+    if plan.job.train.in_8_bits:
+        settings = replace(
+            settings, optimizer="adamw_8bit"
+        )  # paged states are counted where they are while there is room
+    elif plan.job.train.optimizer in _OF_THE_JOB:
         settings = replace(settings, optimizer=plan.job.train.optimizer)  # type: ignore[arg-type]
     if plan.job.parallel.strategy == "zero":
         return settings

@@ -93,8 +93,22 @@ def lion_needs_kernels(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
+def pages_of_cards(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse paged states where bitsandbytes would not page them: those of weights in RAM, and without a CUDA card."""
+    on_host = draft.job.parallel.fsdp2_options.cpu_offload
+    if draft.job.train.optimizer == "paged_adamw_8bit" and (draft.on_cpu or on_host):
+        where = "cpu_offload=true" if on_host else "gpu=cpu"
+        yield Problem(
+            code="OPTIMIZER_CARD",
+            key="train.optimizer",
+            message=f"optimizer=paged_adamw_8bit with {where}: bitsandbytes pages states of weights on a CUDA card alone",
+            fix="Set train.optimizer to adamw_8bit" + (", or remove parallel.fsdp2.cpu_offload" if on_host else ""),
+            source="bitsandbytes optim/optimizer.py get_state_buffer",
+        )
+
+
 def _version(capability: str) -> tuple[int, ...]:
     return tuple(int(part) for part in capability.split(".") if part.isdigit())
 
 
-RULES = (precision_of_card, attention_kernel, sequence_within_positions, lion_needs_kernels)
+RULES = (precision_of_card, attention_kernel, sequence_within_positions, lion_needs_kernels, pages_of_cards)

@@ -31,11 +31,11 @@ def offload_stage(draft: UncheckedPlan) -> Iterator[Problem]:
 
 def offload_in_8_bits(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse to offload 8-bit states: DeepSpeed steps on the host by its own kernel, which keeps fp32."""
-    if draft.job.train.optimizer == "adamw_8bit" and draft.profile.optimizer:
+    if draft.job.train.in_8_bits and draft.profile.optimizer:
         yield Problem(
             code="OFFLOAD_OPTIMIZER",
             key="train.optimizer",
-            message=f"optimizer=adamw_8bit with offload={draft.profile.name}: on the host DeepSpeed steps by its CPU Adam, in fp32",
+            message=f"optimizer={draft.job.train.optimizer} with offload={draft.profile.name}: on the host DeepSpeed steps by its CPU Adam, in fp32",
             fix="Set train.optimizer to adamw, or parallel.offload to none",
             source="deepspeed runtime/engine.py _configure_optimizer",
         )
