@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Self
 
@@ -82,10 +82,10 @@ class EstimateSession:
         return self._estimator
 
 
-def _answer_questions(connection: Connection) -> None:
+def _answer_questions(connections: Sequence[Connection]) -> None:
     from toolkit.memory.search.tracing import answer_questions
 
-    answer_questions(connection)
+    answer_questions(connections)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ def allocate(
     zero_config: Mapping[str, Any] | None = None,
     dp_group: dist.ProcessGroup | None = None,
     mpu: Any = None,
+    empty_like: Callable[..., Tensor] = torch.empty_like,
 ) -> None:
     """Allocate each weight and buffer of a meta model on `device`, uninitialised.
 
@@ -35,6 +36,7 @@ def allocate(
             model had been built under `deepspeed.zero.Init`; if None each rank has whole weights.
         dp_group: Ranks over which ZeRO-3 partitions each weight; all if None.
         mpu: Model-parallel unit that DeepSpeed asks for the tensor groups.
+        empty_like: Function that allocates one tensor.
     Collectives:
         Under ZeRO-3 a broadcast of each weight over `dp_group`.
     """
@@ -45,18 +47,20 @@ def allocate(
         for name, weight in module._parameters.items():
             if weight is not None:
                 if weight not in made:
-                    made[weight] = _weight_like(weight, device, dtype)
+                    made[weight] = _weight_like(weight, device, dtype, empty_like)
                 module._parameters[name] = made[weight]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device=device))
+                module._buffers[name] = made.setdefault(buffer, empty_like(buffer, device=device))
         if partition is not None:
             partition_module(partition, module)
 
 
-def _weight_like(weight: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
+def _weight_like(
+    weight: nn.Parameter, device: torch.device, dtype: torch.dtype | None, empty_like: Callable[..., Tensor]
+) -> nn.Parameter:
     kind = dtype if weight.is_floating_point() else None
-    made = nn.Parameter(torch.empty_like(weight, dtype=kind, device=device), requires_grad=weight.requires_grad)
+    made = nn.Parameter(empty_like(weight, dtype=kind, device=device), requires_grad=weight.requires_grad)
     made.__dict__.update(weight.__dict__)
     carry_hooks(weight, made)
     return made

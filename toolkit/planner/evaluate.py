@@ -62,6 +62,11 @@ class Evaluator:
         """Traces made so far."""
         return self._estimator.num_traces
 
+    @property
+    def num_learned(self) -> tuple[int, int]:
+        """How much is known beyond arithmetic: estimates, and refusals."""
+        return self._found.num_estimates, len(self._found.refused)
+
     def known(self) -> list[Option]:
         """Return the options that have exact figures and fit."""
         return [option for option in self._known.values() if option is not None and option.fits]
@@ -73,6 +78,10 @@ class Evaluator:
     def is_traced(self, cluster: Candidate, setting: Setting) -> bool:
         """Return whether a setting needs no trace of its own."""
         return _trace_of(cluster, setting) in self._traced
+
+    def shares_trace(self, cluster: Candidate, setting: Setting, other: Setting) -> bool:
+        """Return whether two settings of a cluster need one trace."""
+        return _trace_of(cluster, setting) == _trace_of(cluster, other)
 
     def is_refused(self, *, tensor: int, pipeline: int) -> bool:
         """Return whether a rule refuses a size of an axis."""

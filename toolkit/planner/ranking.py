@@ -30,6 +30,9 @@ from toolkit.planning.offload import PROFILES
 _FILL = 0.98
 
 
+Ranked = tuple[list[tuple[Foreseen, Setting]], tuple[Foreseen, Setting] | None]
+
+
 class Ranking:
     """The order in which the settings of clusters are worth exact figures.
 
@@ -45,9 +48,17 @@ class Ranking:
         self._question, self._evaluator = question, evaluator
         self.compiled = question.compiled
         self._activation_bytes: dict[object, float] = {}
+        self._ranked: dict[Candidate, tuple[object, Ranked]] = {}
 
-    def rank(self, cluster: Candidate) -> tuple[list[tuple[Foreseen, Setting]], tuple[Foreseen, Setting] | None]:
+    def rank(self, cluster: Candidate) -> Ranked:
         """Return the settings that may fit, the fastest first, and if none does the one that lacks least."""
+        state = self._evaluator.num_learned, self.compiled
+        kept = self._ranked.get(cluster)
+        if kept is None or kept[0] != state:
+            kept = self._ranked[cluster] = state, self._rank(cluster)
+        return kept[1]
+
+    def _rank(self, cluster: Candidate) -> Ranked:
         question, shape, corrections = self._question, self._evaluator.shape, self._evaluator.corrections
         capacity = (cluster.gpu.memory_bytes or 0) * _FILL - OVERHEAD
         precision = precision_on(question.job, cluster.gpu)

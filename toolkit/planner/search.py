@@ -6,6 +6,7 @@ memory (`toolkit.memory`) and of the time of a step (`toolkit.cost`).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +50,8 @@ _FASTEST_FIRST, _MORE = 2, 2
 _MOST_REFUSED = 12
 # Of the user's own cluster, those with compiled layers: tracing these takes seconds.
 COMPILED_ON_OWN = 2
+# Share of a card up to which what is foreseen is taken to fit, where it only matters for what is traced ahead.
+_SURE = 0.85
 # Share of a card beyond which a plan is compared with one of a smaller micro-batch.
 _FULL = 0.9
 
@@ -98,6 +101,7 @@ class Search:
         self._ranking = Ranking(question, self._evaluator)
         self.rank, self.evaluate = self._ranking.rank, self._evaluator.evaluate
         self._began = time.monotonic()
+        self._following: list[Candidate] = []  # the clusters that are likely to be settled next
 
     def run(self, clusters: Sequence[Candidate]) -> Found:
         """Search clusters, and return what was found."""
@@ -121,8 +125,8 @@ class Search:
                 found.cut_short = len(left)
                 break
             cluster = self._choose(left, turn=found.num_estimates)
-            self._trace_ahead(cluster, left)
             del sites[cluster]
+            self._following = self._likely_next(left, cluster)
             self._tell(f"{cluster.name}", decided=found.num_foreseen - len(left))
             best = self.settle(cluster)
             if best is not None:
@@ -189,6 +193,7 @@ class Search:
             setting = self._next(cluster, best, compiled=compiled, safest=best is None and made >= _FASTEST_FIRST)
             if setting is None:
                 break
+            self._trace_ahead(cluster, setting, best, compiled=compiled, more=made + 1 < at_most)
             option = self.evaluate(cluster, setting)
             if option is None:
                 continue
@@ -289,20 +294,28 @@ class Search:
 
     def _next(self, cluster: Candidate, best: Option | None, *, compiled: bool, safest: bool) -> Setting | None:
         """Return the most promising setting without exact figures, or the one that needs least; None where none is worth them."""
-        ranked, _ = self.rank(cluster)
-        said = self._question.said("train.torch_compile")
-        new = [
-            (foreseen, setting)
-            for foreseen, setting in ranked
-            if not self._evaluator.is_known(cluster, setting)
-            and (said is not None or setting.compiled == compiled)
-            and self._evaluator.may_fit(cluster, setting)
-        ]
+        new = self._new(cluster, compiled=compiled)
         if best is not None:
             limit = (1 - _LEAST_GAIN) * _seconds(best)
             if compiled and not best.setting.compiled and compiled_at_best(best) < limit:
                 limit = float("inf")  # arithmetic does not know what the compiler fuses; the parts of an exact time do
             new = [each for each in new if each[0].seconds < limit]
+        return self._most_promising(cluster, new, safest=safest)
+
+    def _new(self, cluster: Candidate, *, compiled: bool) -> list[tuple[Foreseen, Setting]]:
+        """Return the settings of a cluster without exact figures that may fit, the fastest first."""
+        said = self._question.said("train.torch_compile")
+        return [
+            (foreseen, setting)
+            for foreseen, setting in self.rank(cluster)[0]
+            if not self._evaluator.is_known(cluster, setting)
+            and (said is not None or setting.compiled == compiled)
+            and self._evaluator.may_fit(cluster, setting)
+        ]
+
+    def _most_promising(
+        self, cluster: Candidate, new: Sequence[tuple[Foreseen, Setting]], *, safest: bool
+    ) -> Setting | None:
         if not new:
             return None
         if safest:
@@ -353,12 +366,40 @@ class Search:
         )
         return min(left, key=orders[turn % len(orders)])
 
-    def _trace_ahead(self, cluster: Candidate, left: dict[Candidate, tuple[float, float]]) -> None:
-        """Begin with the traces of a cluster that is settled now, and of the one that is likely to be the next."""
+    def _trace_ahead(
+        self, cluster: Candidate, setting: Setting, best: Option | None, *, compiled: bool, more: bool
+    ) -> None:
+        """Begin with the trace of a setting that is evaluated now, and with those that are likely to be wanted after it.
+
+        Args:
+            cluster: The cluster.
+            setting: The setting.
+            best: Fastest option of the cluster that is known so far.
+            compiled: As of `settle`.
+            more: Whether the cluster may have another estimate after this one.
+        """
+        evaluator = self._evaluator
+        evaluator.trace_ahead([(cluster, setting)])
+        new = self._new(cluster, compiled=compiled)
+        here: list[tuple[Candidate, Setting]] = []
+        if more or best is None:
+            others = (each for _, each in new if each != setting and not evaluator.shares_trace(cluster, each, setting))
+            here = [(cluster, each) for each in others if not evaluator.is_traced(cluster, each)][:2]
+        there = []
+        for each in self._following:
+            following = self._next(each, None, compiled=False, safest=False)
+            if following is not None and not evaluator.is_traced(each, following):
+                there.append((each, following))
+        foreseen = next((foreseen for foreseen, each in new if each == setting), None)
+        fits = foreseen is not None and foreseen.required_bytes < _SURE * (cluster.gpu.memory_bytes or 0)
+        pairs = itertools.zip_longest(there, here) if fits else itertools.zip_longest(here, there)
+        evaluator.trace_ahead([each for pair in pairs for each in pair if each is not None])
+
+    def _likely_next(self, left: dict[Candidate, tuple[float, float]], cluster: Candidate) -> list[Candidate]:
+        """Return the clusters that are likely to be settled after one."""
         others = {each: figures for each, figures in left.items() if each is not cluster}
-        following = [self._choose(others, turn=self.found.num_estimates + 1)] if others else []
-        wanted = [(each, self._next(each, None, compiled=False, safest=False)) for each in (cluster, *following)]
-        self._evaluator.trace_ahead([(each, setting) for each, setting in wanted if setting is not None])
+        turns = range(self.found.num_estimates + 1, self.found.num_estimates + 4) if others else ()
+        return list(dict.fromkeys(self._choose(others, turn=turn) for turn in turns))
 
     def _look_nearby(self) -> None:
         """Estimate exactly the clusters that lack least by arithmetic, so that an answer without a plan has figures."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,28 @@ def test_answers_come_to_those_who_ask_in_any_order(process: TraceProcess) -> No
     found = {key: process.answer(True, key, question(9)) for key in "cab"}
     assert {key: len(traces) for key, traces in found.items()} == {"a": 1, "b": 1, "c": 1}
     assert len({repr(traces) for traces in found.values()}) == 3
+
+
+def test_neither_end_waits_for_the_other_to_read_what_fits_into_no_pipe() -> None:
+    made, large = TraceProcess(echo), {key: ("", (key * 2**20,)) for key in "abcdef"}
+    try:
+        for count in (4, 6):
+            made.ask(True, dict(list(large.items())[:count]))
+        assert [made.answer(True, key, large[key]) for key in "fabcde"] == [(key * 2**20,) for key in "fabcde"]
+    finally:
+        made.close()
+
+
+def echo(connections: Sequence[Connection]) -> None:
+    """Return the arguments of each question, as `answer_questions` does traces."""
+    own, *others = connections
+    for other in others:
+        if os.fork() == 0:
+            own = other
+            break
+    while True:
+        _, _, (_, arguments) = own.recv()
+        own.send((pickle.dumps((arguments, None)), 0.0))
 
 
 def test_closing_reaps_it_and_later_questions_find_it_ended() -> None:

@@ -151,12 +151,16 @@ class OperationRecorder:
         Args:
             count: Function that returns how many layers a traced one stands for; 1 outside the layers.
         """
-        found = ((operation, times * count(owner)) for (owner, operation), times in self.counts.items())
-        return join_operations([[replace(operation, count=times) for operation, times in found if times]])
+        total: Counter[Operation] = Counter()
+        for (owner, operation), times in self.counts.items():
+            total[operation] += times * count(owner)
+        return tuple(replace(operation, count=times) for operation, times in sorted(total.items()) if times)
 
 
-def join_operations(parts: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
-    """Return the operations of several parts as one list, equal ones together."""
+def join_operations(parts: Sequence[tuple[Operation, ...]]) -> tuple[Operation, ...]:
+    """Return the operations of several parts, each as `expanded` gives them, as one list, equal ones together."""
+    if len(parts) == 1:
+        return parts[0]
     total: Counter[Operation] = Counter()
     for part in parts:
         for operation in part:

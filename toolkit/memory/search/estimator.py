@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.record_cache import RecordCache
@@ -117,10 +118,10 @@ class Estimator:
         return self._trace(plan, **_changes(plan))
 
     def trace_ahead(self, plans: Sequence[Plan]) -> None:
-        """Begin to trace plans that will be estimated, at the same time, where other processes can."""
+        """Begin to trace plans that will be estimated, the likeliest first, where other processes can."""
         asked: dict[str, tuple[Plan, dict[str, Any]]] = {}
         for plan in plans:
-            changes = _changes(plan)
+            changes = _changes(plan) | MARKED
             key = trace_key(plan, changes)
             if key not in self._traces and self._kept(plan, changes) is None:
                 asked[key] = (plan, changes)
@@ -148,6 +149,7 @@ class Estimator:
         )
 
     def _trace(self, plan: Plan, **changes: Any) -> Traces:
+        changes |= MARKED
         kept = self._kept(plan, changes)
         if kept is not None:
             return kept
@@ -159,9 +161,9 @@ class Estimator:
             line = f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens"
             self._traces[key] = self._tracing.ranks(plan, changes, notify=lambda: self.notify(line))
             stored = self._stored_key(plan, changes)
-            self.stored.keep_traces(stored, self._traces[key])
             if stored is not None:
                 self._read[stored] = self._traces[key]
+                self._tracing.later(partial(self.stored.keep_traces, stored, self._traces[key]))
         return self._traces[key]
 
     def _kept(self, plan: Plan, changes: Mapping[str, Any]) -> Traces | None:

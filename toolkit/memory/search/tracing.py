@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.catalog.gpus import Gpu
-from toolkit.forks import call_spread, num_cores, pickled_call
+from toolkit.forks import end_with, pickled_call
 from toolkit.memory.kernels.device import Device
 from toolkit.memory.search.stored import trace_key
 from toolkit.memory.search.trace_process import ProcessEndedError, TraceProcess
@@ -58,7 +59,11 @@ class Tracing(Protocol):
         ...
 
     def trace_ahead(self, asked: Sequence[tuple[Plan, Changes]]) -> None:
-        """Begin with traces of ranks that will be asked for."""
+        """Begin with traces of ranks that will be asked for, the likeliest first, in place of what was to be begun before."""
+        ...
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Call a function when there is time: while a trace is waited for, or at the end."""
         ...
 
     def close(self) -> None:
@@ -77,7 +82,7 @@ class LocalTracing:
     def __init__(
         self, *, importing: Callable[[], AbstractContextManager[None]] = nullcontext, processes: int = 1
     ) -> None:
-        self._importing, self._processes = importing, processes
+        self._importing, self.processes = importing, processes
         self._tracers: dict[str, StageTracer] = {}
         self._made: dict[str, Traces] = {}
         self.processor_seconds = 0.0  # this process counts its own
@@ -96,7 +101,7 @@ class LocalTracing:
         if cut not in self._made:
             notify()
             tracer = self._tracer(plan, changes) if plan.grid.pp > 1 else None
-            self._made[cut] = trace_ranks(plan, tracer=tracer, processes=self._processes, **changes | MARKED)
+            self._made[cut] = trace_ranks(plan, tracer=tracer, processes=self.processes, **changes | MARKED)
         return self._made[cut]
 
     def layout(self, plan: Plan, changes: Changes) -> StageLayout:
@@ -109,6 +114,10 @@ class LocalTracing:
 
     def trace_ahead(self, asked: Sequence[tuple[Plan, Changes]]) -> None:
         """Do nothing: traces are made when they are asked for."""
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Call a function at once: this process waits for nobody."""
+        work()
 
     def close(self) -> None:
         """Do nothing: all processes have ended."""
@@ -129,7 +138,7 @@ class LocalTracing:
 
 
 class TracingElsewhere:
-    """Traces that other processes make, on all cores: one for plain plans, whose imports are quicker, one for all others.
+    """Traces that other processes make, on two cores: a pair for plain plans, whose imports are quicker, one for all others.
 
     Where one ends early, this process makes the trace.
 
@@ -142,6 +151,7 @@ class TracingElsewhere:
         self._unused: TraceProcess | None = process
         self._processes: dict[bool, TraceProcess] = {}
         self._traced: set[str] = set()
+        self._later: deque[Callable[[], object]] = deque()
         self._closed = False
 
     @property
@@ -157,7 +167,7 @@ class TracingElsewhere:
     def ranks(self, plan: Plan, changes: Changes, *, notify: Callable[[], None] = lambda: None) -> Traces:
         """Return the traces of a plan's ranks, and call `notify` before it makes them."""
         notify()
-        self._traced.add(trace_key(plan, changes))
+        self._traced.add(trace_key(plan, changes | MARKED))
         return self._answer("ranks", plan, changes)  # type: ignore[no-any-return]
 
     def layout(self, plan: Plan, changes: Changes) -> StageLayout:
@@ -169,13 +179,24 @@ class TracingElsewhere:
         return self._answer("stage", plan, changes, part)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End the processes; this one makes any further trace."""
+        """End the processes, and do what was left for later; this one makes any further trace."""
         self._closed = True
         for process in [*self._processes.values(), *([] if self._unused is None else [self._unused])]:
             process.close()
+        while self._work():
+            pass
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Call a function when there is time: while a trace is waited for, or at the end."""
+        self._later.append(work)
+
+    def _work(self) -> bool:
+        if self._later:
+            self._later.popleft()()
+        return bool(self._later)
 
     def trace_ahead(self, asked: Sequence[tuple[Plan, Changes]]) -> None:
-        """Begin with traces of ranks that will be asked for."""
+        """Begin with traces of ranks that will be asked for, the likeliest first, in place of what was to be begun before."""
         for plain in (True, False):
             questions = [("ranks", each) for each in asked if is_plain(each[0]) is plain]
             if questions:
@@ -185,7 +206,7 @@ class TracingElsewhere:
         plain, question = is_plain(asked[0]), (name, asked)
         if not self._closed:
             with suppress(ProcessEndedError):
-                return self._process(plain=plain).answer(plain, _key(*question), question)
+                return self._process(plain=plain).answer(plain, _key(*question), question, meanwhile=self._work)
         return getattr(self._local, name)(*asked)
 
     def _process(self, *, plain: bool) -> TraceProcess:
@@ -195,21 +216,30 @@ class TracingElsewhere:
         return self._processes[plain]
 
 
-def answer_questions(connection: Connection) -> None:
-    """Answer the questions of a `TraceProcess`, until the other end is closed."""
-    local: LocalTracing | None = None
-    processes = num_cores()
+def answer_questions(connections: Sequence[Connection]) -> None:
+    """Answer the questions of a `TraceProcess`, until the other ends are closed: this process the first's, forks of it the others'."""
+    own, *others = connections
+    message = own.recv()
+    local = LocalTracing(importing=lean_imports if message[0] else quick_imports)
+    local.prepare()
+    gc.freeze()  # many traces leave garbage, of which the modules that are imported are no part
+    gc.enable()
+    parent = os.getpid()
+    for index, other in enumerate(others):
+        if os.fork() == 0:
+            end_with(parent)
+            for each in (own, *others[index + 1 :]):
+                each.close()
+            own, others, message = other, [], other.recv()
+            break
+        other.close()
     while True:
-        plain, questions = connection.recv()
-        if local is None:
-            local = LocalTracing(importing=lean_imports if plain else quick_imports, processes=processes)
-            local.prepare()
-            gc.freeze()  # many traces leave garbage, of which the modules that are imported are no part
-            gc.enable()
-        calls = [partial(pickled_call, partial(getattr(local, name), *rest)) for name, rest in questions]
+        _, processes, (name, rest) = message
+        local.processes = processes
         began = _processor_seconds()
-        answers = call_spread(calls, processes=processes)
-        connection.send((answers, _processor_seconds() - began))
+        answer = pickled_call(partial(getattr(local, name), *rest))
+        own.send((answer, _processor_seconds() - began))
+        message = own.recv()
 
 
 def _processor_seconds() -> float:
@@ -225,7 +255,7 @@ def is_plain(plan: Plan) -> bool:
 
 def _key(name: str, asked: tuple[Any, ...]) -> str:
     plan, changes, *rest = asked
-    return f"{name} {trace_key(plan, changes)} {rest}"
+    return f"{name} {trace_key(plan, changes | MARKED)} {rest}"
 
 
 def shared_key(plan: Plan, **changes: Any) -> str:

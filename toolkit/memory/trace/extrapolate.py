@@ -103,7 +103,8 @@ def _layers(
 
 def _placed(mark: Marker, stacks: Sequence[LayerStack], at: int | None, layer: int) -> ResolvedEvent:
     """Return a mark with its absolute name, which replaces its place among the traced layers."""
-    return ResolvedEvent(replace(mark, place=None), _name(mark, stacks, at, layer))
+    own = mark if mark.place is None else replace(mark, place=None)
+    return ResolvedEvent(own, _name(mark, stacks, at, layer))
 
 
 def _name(mark: Marker, stacks: Sequence[LayerStack], at: int | None, layer: int) -> str:

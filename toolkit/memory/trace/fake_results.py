@@ -5,12 +5,17 @@ Fake tensors have such a cache of their own, which takes most of a trace's time:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 _READS_VALUES = frozenset(
@@ -56,26 +61,36 @@ class _Made:
     same: int | None = None
 
 
+_KNOWN: dict[Any, _Made | None] = {}
+_SUITS: dict[Any, bool] = {}
+_MOST_KNOWN = 100_000
+_ATTRIBUTES: dict[tuple[int, torch.device], dict[str, Any]] = {}  # of fake tensors, of the mode that is used
+
+
 class FakeResults:
-    """A memory of results. It keeps only operations of torch whose results have sizes that follow from those of their arguments."""
+    """A memory of results, shared by all traces of a process.
+
+    It keeps only operations of torch whose results have sizes that follow from those of their arguments.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[Any, _Made | None] = {}
-        self._suits: dict[Any, bool] = {}
+        if len(_KNOWN) > _MOST_KNOWN:
+            _KNOWN.clear()
+        self._dtype = torch.get_default_dtype()  # that of quotients of integers
 
     def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operation on fake tensors."""
-        suits = self._suits.get(function)
+        suits = _SUITS.get(function)
         if suits is None:
-            suits = self._suits[function] = _suits(function)
+            suits = _SUITS[function] = _suits(function)
         key: Any = _key(args, kwargs) if suits else None
         if key is None:
             return function(*args, **kwargs)
-        key = function, key
-        made = self._known.get(key, _UNKNOWN)
+        key = function, self._dtype, key
+        made = _KNOWN.get(key, _UNKNOWN)
         if made is _UNKNOWN:
             result = function(*args, **kwargs)
-            self._known[key] = _describe(function, args, result)
+            _KNOWN[key] = _describe(function, args, result)
             return result
         if made is None:
             return function(*args, **kwargs)
@@ -184,6 +199,40 @@ def _extent(value: torch.Tensor) -> int:
     return 1 + sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
 
 
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> FakeTensor:
+    """Return a meta tensor as a fake one, like `FakeTensor(mode, tensor, device)`, which looks at each argument first.
+
+    Source:
+        torch/_subclasses/fake_tensor.py FakeTensor.__new__: the rest of the attributes are alike for all of a mode and a device.
+    """
+    key = id(mode), device
+    attributes = _ATTRIBUTES.get(key)
+    if attributes is None or attributes["fake_mode"] is not mode:
+        made = FakeTensor(mode, tensor, device)
+        _ATTRIBUTES.clear()
+        _ATTRIBUTES[key] = dict(vars(made))
+        return made
+    made = torch.Tensor._make_subclass(
+        FakeTensor, tensor, tensor.requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(attributes)
+    return made
+
+
+def fake_like(mode: FakeTensorMode) -> Callable[..., torch.Tensor]:
+    """Return a function that does what `torch.empty_like` does to tensors on the meta device under a mode of fake tensors."""
+
+    def like(tensor: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device) -> torch.Tensor:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "meta":
+            return torch.empty_like(tensor, dtype=dtype, device=device)
+        with unset_fake_temporarily(), torch.no_grad():
+            made = torch.empty_like(tensor, dtype=dtype)
+        return _fake(mode, made, device)
+
+    return like
+
+
 def _again(made: _Made, args: Sequence[Any]) -> Any:
     if made.same is not None:
         return args[made.same]
@@ -206,7 +255,7 @@ def _again(made: _Made, args: Sequence[Any]) -> Any:
                 storage = args[each.view_of].untyped_storage()
                 results.append(view.set_(storage, each.offset, each.shape, each.stride))
     fake = [
-        None if each is None else FakeTensor(mode, result, each.device)
+        None if each is None else _fake(mode, result, each.device)
         for each, result in zip(made.tensors, results, strict=True)
     ]
     return fake[0] if made.kind is None else made.kind(fake)

@@ -39,6 +39,7 @@ from toolkit.memory.trace.extrapolate import (
 )
 from toolkit.memory.trace.failure import trace_failed
 from toolkit.memory.trace.fake_ops import FakeOpRule, disable_layer_dropout, inplace_collectives, same_types
+from toolkit.memory.trace.fake_results import fake_like
 from toolkit.memory.trace.representatives import LayerStack, find_stacks, in_adapters, prune_layers
 from toolkit.memory.trace.segments import LayerSegmenter, StageBoundary
 from toolkit.memory.trace.spec import PADDED, TraceSpec
@@ -102,8 +103,8 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                 quantize_linears(empty)
             with torch.device("meta"):
                 model = add_adapters(empty, spec)
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                made = _finish(spec, model, pruned, num_replicas=num_replicas)
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                made = _finish(spec, model, pruned, num_replicas=num_replicas, mode=mode)
                 looped = None
                 if has_experts(empty.config) and not runs_grouped(empty):
                     looped = LoopedExperts(empty.config, spec.routing)
@@ -335,10 +336,10 @@ def _prune(spec: TraceSpec, empty: Any, part: StageSpec | None, *, all_layers: b
     return _Pruned(stacks=stacks, checkpointed=checkpointed, part=None)
 
 
-def _finish(spec: TraceSpec, model: Any, pruned: _Pruned, *, num_replicas: int) -> FakeModel:
+def _finish(spec: TraceSpec, model: Any, pruned: _Pruned, *, num_replicas: int, mode: FakeTensorMode) -> FakeModel:
     """Give a model storage on the fake device, which `modeling.build` does before it draws the adapters, and finish it."""
     # peft and DeepSpeed cast what was made in another type (engine.py _configure_distributed_model).
-    allocate(model, device=torch.device("cpu"), dtype=spec.dtype)
+    allocate(model, device=torch.device("cpu"), dtype=spec.dtype, empty_like=fake_like(mode))
     with unset_fake_temporarily():  # they read values, or make modules without storage
         unfused = find_fusable(model).left if spec.kernels == "liger" else ()
         finish_model(model, replace(spec, torch_compile=False), checkpointed=pruned.checkpointed)
@@ -467,12 +468,13 @@ class TraceRun:
             if left != tracing.tracker.live_bytes:
                 return None
             passes.append(made)
+        operations = [expand_operations(tracing.operations, stacks) for tracing, _ in self.runs]
         chunks = tuple(
             replace(
                 _chunk(*made, ends, expand_host_copies(tracing.host_copies, stacks)),
-                operations=expand_operations(tracing.operations, stacks),
+                operations=own,
             )
-            for made, (tracing, ends) in zip(passes, self.runs, strict=True)
+            for made, own, (tracing, ends) in zip(passes, operations, self.runs, strict=True)
             if ends is not None
         )
         forward, backward, after = ((), (), ()) if chunks else passes[0][:3]
@@ -489,7 +491,7 @@ class TraceRun:
             host_copies=expand_host_copies(copies, stacks),
             leaves=expand_paths(find_leaves(self.model), stacks),
             chunks=chunks,
-            operations=join_operations(expand_operations(tracing.operations, stacks) for tracing, _ in self.runs),
+            operations=join_operations(operations),
             **self.noted,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ WITHIN_CALL: Mapping[Any, Callable[[torch.Tensor], int]] = {
     torch.ops.aten._safe_softmax.default: lambda scores: scores.numel(),
     torch.ops.aten.logsumexp.default: lambda scores: scores.nbytes,
 }
+
+
+_DEVICE = torch.ops.prim.device.default
+_is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 
 
 @dataclass(slots=True)
@@ -84,10 +89,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # float8 with its scale: its operations on the two are dispatched here separately
-        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        if function is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # more than half of all calls
+        if any(map(_is_wrapper, types)):
+            return NotImplemented  # float8 with its scale: its operations on the two are dispatched here separately
         result = NotImplemented
         for answer in self._answers:
             if result is NotImplemented:
