@@ -33,7 +33,13 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "ZeRO-2, reduced beside": {"parallel": {"zero_stage": 2}},
     "optimizer on the host": {"parallel": {"zero_stage": 2, "offload": "optimizer-cpu"}},
     "ZeRO-3 in fp8": {"parallel": {"zero_stage": 3}, "train": {"precision": "fp8"}},
-    "DDP, PowerSGD": {"parallel": {"strategy": "ddp", "zero_stage": None, "ddp": {"comm_hook": "power_sgd", "power_sgd_start_step": 2}}},
+    "DDP, PowerSGD": {
+        "parallel": {
+            "strategy": "ddp",
+            "zero_stage": None,
+            "ddp": {"comm_hook": "power_sgd", "power_sgd_start_step": 2},
+        }
+    },
     "FSDP2": {"parallel": {"strategy": "fsdp2", "zero_stage": None}},
     "FSDP2 on the host": {"parallel": {"strategy": "fsdp2", "zero_stage": None, "fsdp2": {"cpu_offload": True}}},
 }

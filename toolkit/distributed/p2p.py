@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.distributed.peer_memory import PeerMailbox, reachable_cards
+from toolkit.distributed.peer_memory import MAX_SLOTS, PeerMailbox, reachable_cards
 from toolkit.distributed.process_groups import join_each, world_timeout
 from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT, Message, Route, ends, routes
 from toolkit.topology.grid import Grid
@@ -112,6 +112,7 @@ class P2PChannels:
                 device=device,
                 max_bytes=max_bytes,
                 kinds=(kinds[0], kinds[1]),
+                slots=min(len(self._stages), MAX_SLOTS) if self._bounded else MAX_SLOTS,
                 timeout_seconds=timeout.total_seconds(),
             )
         return made
