@@ -6,9 +6,9 @@ import errno
 import itertools
 import multiprocessing
 import os
+import random
 import resource
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import preloaded
+from ranks import free_port, preloaded
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tiny_plans import step_batches, tiny_plan
@@ -98,30 +98,48 @@ def _quiet(work: Any, *args: Any) -> None:
         os._exit(0)
 
 
-def _save_for_ever(folder: Path) -> None:
-    """Saves steps 1 to 3 over and over, as fast as it can; notes each that `save` said was saved."""
+def _save_for_ever(folder: Path, rank: int, ranks: int, port: int, behind: bool) -> None:
+    """Saves steps 1 to 3 over and over, as fast as it can; rank 0 notes each that is complete."""
     import toolkit as tk
 
-    with tk.initialize(tiny_plan(ranks=1, train={"gradient_accumulation_steps": 1})) as run:
+    os.environ |= {
+        **{name: str(ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+        **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    train = {"gradient_accumulation_steps": 1, "save_async": behind}
+    with tk.initialize(tiny_plan(ranks=ranks, train=train)) as run:
+
+        @run.on_save
+        def note(run: Any, complete: Path) -> None:
+            if rank == 0:
+                with (folder / SAVED).open("a") as file:
+                    file.write(f"{complete.name.rpartition('-')[2]}\n")
+
         for step in itertools.cycle((1, 2, 3)):
-            run.step(step_batches(step, ranks=1)[0][:1])
+            run.step(step_batches(step, ranks=ranks)[rank][:1])
             run.step_count = step
             tk.save(run, folder / f"checkpoint-{step}")
-            with (folder / SAVED).open("a") as file:
-                file.write(f"{step}\n")
 
 
-def _kill_often(root: Path, kills: int) -> None:
+def _kill_often(root: Path, kills: int, ranks: int, behind: bool) -> None:
+    """Kills a rank that a seed names at a moment that it names; then the others, as the supervisor does."""
     import toolkit as tk
 
     assert tk.initialize, "imported once, here, and not in each process that is killed"
     assert tk.save
     context = multiprocessing.get_context("fork")
     for number in range(kills):
-        folder = root / str(number)
+        folder, draw = root / str(number), random.Random(number)
         folder.mkdir()
-        process = context.Process(target=_quiet, args=(_save_for_ever, folder))
-        process.start()
+        port = free_port()
+        processes = [
+            context.Process(target=_quiet, args=(_save_for_ever, folder, rank, ranks, port, behind))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
         # Until it has replaced some: then a kill may also fall between the renames.
         rounds = 1 + number % 5
         deadline = time.monotonic() + 60
@@ -129,10 +147,12 @@ def _kill_often(root: Path, kills: int) -> None:
             time.sleep(0.001)
         while not list(folder.glob(".checkpoint-*.partial")) and time.monotonic() < deadline:
             pass
-        time.sleep(0.07 * number / kills)  # a save takes about 0.07 s
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        time.sleep(0.07 * (number / kills if ranks == 1 else draw.random()))  # a save takes about 0.07 s
+        killed = draw.randrange(ranks)
+        for process in (processes[killed], *processes):
+            if process.is_alive():
+                process.kill()
+            process.join()
 
 
 def _noted(folder: Path) -> int:
@@ -140,11 +160,20 @@ def _noted(folder: Path) -> int:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kills", [KILLS, pytest.param(4 * KILLS, marks=pytest.mark.full)])
-def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
-    process = preloaded().Process(target=_quiet, args=(_kill_often, tmp_path, kills))
+@pytest.mark.parametrize(
+    ("kills", "ranks", "behind"),
+    [
+        (KILLS, 1, False),
+        (KILLS - 2, 2, True),
+        pytest.param(4 * KILLS, 1, False, marks=pytest.mark.full),
+        pytest.param(12 * KILLS, 2, False, marks=pytest.mark.full),
+        pytest.param(12 * KILLS, 2, True, marks=pytest.mark.full),
+    ],
+)
+def test_killed_at_any_moment(tmp_path: Path, kills: int, ranks: int, behind: bool) -> None:
+    process = preloaded().Process(target=_quiet, args=(_kill_often, tmp_path, kills, ranks, behind))
     process.start()
-    process.join(timeout=200)
+    process.join(timeout=500)
     assert process.exitcode == 0
     interrupted = 0
     for number in range(kills):
@@ -160,6 +189,7 @@ def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
         for checkpoint in list_checkpoints(folder):
             verify(checkpoint)
         assert {path.name for path in folder.iterdir()} == {*kept, SAVED}, "absent or complete"
+    print(f"{kills} kills of {ranks} ranks, {interrupted} of them inside a save")
     assert interrupted >= kills // 3, "the kills must fall into saves"
 
 

@@ -18,7 +18,7 @@ import toolkit as tk
 from toolkit.data.packing import PackedDataset
 from toolkit.data.store import TokenStore
 from toolkit.engine.run import Run
-from toolkit.engine.signals import StopFlag
+from toolkit.engine.signals import LateCounts
 from toolkit.errors import ToolkitError
 from toolkit.modeling.build import build_model
 from toolkit.planning.plan import Plan
@@ -42,15 +42,15 @@ def documents(count: int, *, packing: str, length: int = LENGTH) -> PackedDatase
 def steps(rank: int, plan: Plan) -> dict[str, Any]:
     """Ten steps; the second rank asks to stop before step ASKED_AT."""
     found: dict[str, Any] = {"losses": [], "rates": [], "stops": [], "stops late": [], "norms": []}
-    late = StopFlag(late=True)
+    late = LateCounts(late=True)
     with tk.initialize(plan) as run:
         found["draw"] = torch.rand(1).item()
         for step in range(plan.settings.max_steps or 0):
             if rank == 1 and step == ASKED_AT:
                 run.stop_requested = True
-            asked = torch.tensor(float(run.stop_requested))
+            asked = torch.tensor([float(run.stop_requested)])
             torch.distributed.all_reduce(asked)
-            found["stops late"].append(late.read(asked))
+            found["stops late"].append(late.read(asked)[0] > 0)
             found["losses"].append(float(run.step(step_batches(step)[rank])))
             found["rates"].append(run.last_learning_rate)
             found["norms"].append(run.gradient_norm)

@@ -4,6 +4,7 @@ import pytest
 
 import toolkit as tk
 from toolkit.errors import PlanError
+from toolkit.memory.report.host_ranks import COPY
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
 from toolkit.units import GIB
@@ -239,3 +240,14 @@ def test_frozen_weights_have_no_gradient_and_no_state(estimator, strategy):
     # Of an fp32 weight (DDP has none) and its moments; under FSDP2 the weight is then kept in bf16.
     saved = {"zero": 12, "ddp": 4, "fsdp2": 12 - 2}[strategy]
     assert whole - part == near(saved * 128256 * 2048)
+
+
+def test_a_copy_of_the_state_is_in_the_hosts_memory(estimator):
+    """All ranks of the node together copy what one checkpoint has; the first of them the weights, too."""
+    for parallel in ({"zero_stage": 2}, {"zero_stage": 3}, {"strategy": "ddp"}):
+        without, kept = (estimated(estimator, parallel=parallel, save_async=there) for there in (False, True))
+        assert kept.host.bytes_on_node[COPY] == near(kept.checkpoint_bytes)
+        assert kept.host.bytes_per_node - without.host.bytes_per_node == kept.host.bytes_on_node[COPY]
+        assert COPY not in without.host.bytes_on_node
+        first = kept.host.bytes_per_rank[COPY] - kept.checkpoint_bytes / 4
+        assert first == near(2 * PARAMETERS * 3 / 4 if parallel == {"zero_stage": 2} else 0) or abs(first) < MIB

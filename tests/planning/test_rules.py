@@ -167,6 +167,7 @@ BROKEN = [
     ("EVAL_WITHOUT_DATA", "train.load_best_model_at_end", "true", {"train": {"load_best_model_at_end": True}}),
     ("EVAL_WITHOUT_DATA", "train.early_stopping_patience", "3", {"train": {"early_stopping_patience": 3}}),
     ("EVAL_WITHOUT_DATA", "train.samples", "samples=…", {"train": {"samples": {"prompts": ["Once"]}}}),
+    ("SAVE_ASYNC", "train.save_async", "swap files", {"nvme_path": "/nvme", "train": {"save_async": True}, "parallel": {"offload": "optimizer-nvme"}}),
     ("SAVE_ONLY_MODEL", "train.save_only_model", "swap files", {"nvme_path": "/nvme", "train": {"save_only_model": True}, "parallel": {"offload": "optimizer-nvme"}}),
     ("LOSS_OPTION", "train.label_smoothing_factor", "loss=chunked", {"train": {"label_smoothing_factor": 0.1, "loss": "chunked"}}),
     ("LOSS_OPTION", "train.z_loss", "loss=chunked", {"train": {"z_loss": 1e-4, "loss": "chunked"}}),

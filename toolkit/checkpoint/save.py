@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ from toolkit.arguments import checks_arguments
 from toolkit.checkpoint.disk import disk_errors, disk_full
 from toolkit.checkpoint.files import Files
 from toolkit.checkpoint.fingerprint import Source, Sources, identify
+from toolkit.checkpoint.host_copy import HostCopy
 from toolkit.checkpoint.layout import LATEST, MANIFEST, MODEL, PLAN, RANDOM, STATE, is_tag, step_of, tag_of
 from toolkit.checkpoint.nvme_state import finish_swapped
 from toolkit.checkpoint.publish import Unpublished
@@ -32,7 +34,7 @@ from toolkit.engine.run import Run
 from toolkit.errors import PlanError, RunError
 from toolkit.io import make_folder
 from toolkit.modeling.first_rank import agree
-from toolkit.planning.state_bytes import leaves_frozen_out, written_bytes
+from toolkit.planning.state_bytes import copied_bytes, leaves_frozen_out, written_bytes
 from toolkit.units import format_bytes
 from toolkit.version import installed_version
 
@@ -58,7 +60,7 @@ def save(
             which reads all of the data files.
 
     Returns:
-        The checkpoint folder.
+        The checkpoint folder. With `train.save_async` it is complete after a later step, at the latest when the run is closed.
 
     Collectives:
         Barriers; one gather of the manifest's entries; the engine's own.
@@ -66,12 +68,27 @@ def save(
     Raises:
         PlanError: OUTPUT_EXISTS, OUTPUT_NOT_SHARED.
         RunError: DISK_FULL before anything is written when the space is too small, or while writing; whatever was
-            under `path` stays.
+            under `path` stays. With `train.save_async` the step at which that is known raises it.
     """
+    begin_save(run, path, tokenizer=tokenizer, probe=probe, sources=sources, then=lambda folder: None)
+    return Path(path)
+
+
+def begin_save(
+    run: Run,
+    path: str | Path,
+    *,
+    tokenizer: TransformersTokenizer | None,
+    probe: bool,
+    sources: Sources | None,
+    then: Callable[[Path], None],
+) -> None:
+    """Save a run as `save` does, and call `then` on every rank when the checkpoint is complete."""
+    run.finish_saving()
     target = Path(path)
     partial = target.parent / f".{target.name}.partial"
     _prepare(run, target, partial)
-    files = Files(partial)
+    files = Files(partial, copy=_copy_of(run))
     with disk_errors(target):
         _save_engine(run, partial, files)
         if run.plan.profile.optimizer == "nvme":
@@ -87,11 +104,35 @@ def save(
             _write_model_files(run, partial / MODEL, tokenizer)
         if probe:
             record_probe(run, partial)
-    run.world.barrier()
-    Unpublished(
-        run.world, files, partial=partial, target=target, then=lambda folder: run.call_hooks("save", folder)
-    ).publish()
-    return target
+
+    def complete(folder: Path) -> None:
+        then(folder)
+        run.call_hooks("save", folder)
+
+    unpublished = Unpublished(run.world, files, partial=partial, target=target, then=complete)
+    if run.plan.job.train.save_async:
+        files.start()
+        run.save_behind(unpublished)
+    else:
+        unpublished.publish()
+
+
+def prepare_copy(run: Run) -> None:
+    """Begin to prepare the host memory of `train.save_async`: the first save then takes no longer than the others."""
+    if run.plan.job.train.save_async and run.host_copy is None:
+        run.host_copy = HostCopy(run.world.device)
+        total, trainable = count_parameters(run.model)
+        coordinate = run.world.coordinate
+        first, others = copied_bytes(run.plan, total=total, trainable=trainable, num_replicas=run.world.grid.dp)
+        run.host_copy.prepare(others if coordinate.dp else first)
+
+
+def _copy_of(run: Run) -> HostCopy | None:
+    prepare_copy(run)
+    copy: HostCopy | None = run.host_copy
+    if copy is not None:
+        copy.begin()
+    return copy
 
 
 def _save_engine(run: Run, partial: Path, files: Files) -> None:

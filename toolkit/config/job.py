@@ -402,6 +402,8 @@ class Train(Section):
     """Number of checkpoints to keep; older ones are deleted."""
     save_only_model: StrictBool = False
     """Saves weights without optimizer states: far smaller checkpoints, from which `toolkit export` works and no run resumes."""
+    save_async: StrictBool = False
+    """Writes checkpoints while training goes on, from a copy of the state in host memory; one at a time."""
     eval_steps: Count | OpenFraction | None = None
     """Optimizer steps between evaluations, or below 1 their share of the run; one is made at the end in any case."""
     eval_on_start: StrictBool = False

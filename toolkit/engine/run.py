@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.engine.pipeline import PipelineForwardBackward
 from toolkit.engine.preparation import prepare_in_turn
-from toolkit.engine.signals import StopFlag
+from toolkit.engine.signals import LateCounts
 from toolkit.errors import RunError, SpecError
 from toolkit.modeling.loss import count_targets
 from toolkit.planning.plan import Plan
@@ -45,6 +45,17 @@ H = TypeVar("H", bound="Callable[..., object]")
 
 MAX_STEPS = 2**53  # the largest count that a schedule's floats, and a checkpoint's state, hold exactly
 _BATCH = ("input_ids", "labels")
+
+
+class Pending(Protocol):
+    """A checkpoint that is written while training goes on."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank's files are written, or have failed."""
+
+    def publish(self) -> None:
+        """Wait for all ranks' files and complete the checkpoint, or raise on all of them what prevented it."""
 
 
 class Run:
@@ -66,6 +77,9 @@ class Run:
         state: Values of hooks, as JSON has them: rank 0's are saved with each checkpoint, and a resume gives them to all ranks.
         stop_requested: Set to True on any rank to make `should_stop` true on all of them, after the same step: the
             next one on CPU, the one after that on GPU.
+        save_requested: The same for `should_save`, once; who saves sets that one to False.
+        host_copy: Host memory in which `tk.save` keeps its copy of the state, with `train.save_async`.
+        time_is_up: The same for `should_stop` and `out_of_time`.
     """
 
     def __init__(
@@ -88,11 +102,14 @@ class Run:
         self.compute_metrics: MetricFunction | None = None
         self.metrics: dict[str, float] = {}
         self.num_steps: int | None = plan.settings.max_steps
-        self.stop_requested = False
-        self.should_stop = False
+        self.stop_requested = self.save_requested = self.time_is_up = False
+        self.should_stop = self.should_save = self.out_of_time = False
         self._schedule = schedule
         self._hooks: dict[str, list[Callable[..., object]]] = {}
-        self._stop_flag = StopFlag(late=world.device.type != "cpu")
+        self._requests = LateCounts(late=world.device.type != "cpu")
+        self.host_copy: Any = None
+        self._pending: Pending | None = None
+        self._num_pending = 0
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batches_compared = world.grid.size("model") == 1
         self._passes: ForwardBackward = (PipelineForwardBackward if world.grid.pp > 1 else GradientAccumulation)(
@@ -143,14 +160,23 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error other ranks may wait in a collective, and destroying NCCL's groups would hang.
-        self.close(leave_groups=error is None or self.world.size == 1)
+        try:
+            if error is None:
+                self.finish_saving()
+        except BaseException as failed:
+            error = failed
+            raise
+        finally:
+            # After an error other ranks may wait in a collective, and destroying NCCL's groups would hang.
+            self._pending = None
+            self.close(leave_groups=error is None or self.world.size == 1)
 
     def close(self, *, leave_groups: bool = True) -> None:
-        """Free the engine and leave the process groups that `tk.initialize` joined."""
+        """Wait for a checkpoint that is being written, free the engine and leave the process groups that `tk.initialize` joined."""
         if self.engine is None:
             return
         try:
+            self.finish_saving()
             self.call_hooks("end")
         finally:
             if self.engine is not None:
@@ -285,13 +311,14 @@ class Run:
             Mean loss over the unmasked tokens of all ranks and micro-batches. Scalar fp32 on the device, not synced.
 
         Collectives:
-            One all-reduce of 3 numbers before, one after; the engine's and the model's own; the pipeline's messages.
+            One all-reduce of 6 numbers before, one after; the engine's and the model's own; the pipeline's messages.
 
         Raises:
             SpecError: ARGUMENT if a micro-batch lacks one of the two.
             RunError: STEP_MICRO_BATCHES if their number is not the plan's; STEP_TOTAL_UNKNOWN if the length of the run is
                 not known yet; TP_BATCH if ranks of one replica were given different batches (first step);
-                STEP_AFTER_FAILURE if an earlier pass of a pipeline has failed.
+                STEP_AFTER_FAILURE if an earlier pass of a pipeline has failed; DISK_FULL, CHECKPOINT_UNWRITABLE if a checkpoint
+                that was being written has failed.
         """
         self._check(micro_batches)
         for batch in micro_batches:
@@ -303,12 +330,12 @@ class Run:
             compare_batches(micro_batches, self.world)
             self._batches_compared = True
         targets = torch.stack([count_targets(batch["labels"]) for batch in moved]).sum()
-        flags = torch.tensor([int(self.stop_requested), _num_tokens(moved)], device=device)
+        flags = torch.tensor([*self._asks(), _num_tokens(moved)], device=device)
         counts = torch.cat([targets.view(1), flags]).to(torch.float64)
         dist.all_reduce(counts)
-        counts[0::2] /= self.world.grid.size("model")  # tensor ranks and stages have counted the same tokens
-        self.should_stop = self._stop_flag.read(counts[1]) or self.should_stop
-        self._num_tokens += counts[2]
+        counts[0::5] /= self.world.grid.size("model")  # tensor ranks and stages have counted the same tokens
+        self._heed(self._requests.read(counts[1:5]))
+        self._num_tokens += counts[5]
         num_targets = counts[0].clamp(min=1).to(torch.float32)
         total = self._passes.run(moved, num_targets)
         dist.all_reduce(total, group=self._replicas)
@@ -320,16 +347,52 @@ class Run:
         """Make `should_stop` true on all ranks, as described for `stop_requested`."""
         self.stop_requested = True
 
+    def request_save(self) -> None:
+        """Make `should_save` true on all ranks, as described for `save_requested`."""
+        self.save_requested = True
+
     def agree_to_stop(self) -> bool:
         """Return whether any rank asks to stop, between steps; `should_stop` is true from then on.
 
         Collectives:
-            One all-reduce of a number, which synchronizes the host.
+            One all-reduce of 4 numbers, which synchronizes the host; those of a checkpoint that is complete.
         """
-        asked = torch.tensor(int(self.stop_requested), device=self.world.device)
+        asked = torch.tensor(self._asks(), device=self.world.device, dtype=torch.float64)
         dist.all_reduce(asked)
-        self.should_stop = bool(asked > 0) or self.should_stop
+        self._heed(asked.tolist())
         return self.should_stop
+
+    def _asks(self) -> list[int]:
+        """Return what this rank asks for; a save is asked for once."""
+        done = self._pending is not None and self._pending.is_done
+        asked = [self.stop_requested, self.time_is_up, self.save_requested, self._num_pending if done else 0]
+        self.save_requested = False
+        return [int(number) for number in asked]
+
+    def _heed(self, asked: Sequence[float]) -> None:
+        """Do what the ranks together ask for: all of them do it after the same step."""
+        stop, time_is_up, save, done = asked
+        self.out_of_time = self.out_of_time or time_is_up > 0
+        self.should_stop = self.should_stop or stop > 0 or self.out_of_time
+        self.should_save = self.should_save or save > 0
+        # Counts of the step before may be of an earlier checkpoint: each has a number of its own.
+        if self._pending is not None and done == self._num_pending * self.world.size:
+            self.finish_saving()
+
+    def save_behind(self, pending: Pending) -> None:
+        """Complete a checkpoint after the first step at which all ranks have written it; all ranks call this together."""
+        self.finish_saving()
+        self._pending, self._num_pending = pending, self._num_pending + 1
+
+    def finish_saving(self) -> None:
+        """Wait until the checkpoint that is being written is complete, if there is one; all ranks call this together.
+
+        Raises:
+            RunError: DISK_FULL, CHECKPOINT_UNWRITABLE.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.publish()
 
     def take_num_tokens(self) -> int:
         """Return the tokens, padding included, that all ranks have processed since the last call."""

@@ -133,6 +133,27 @@ def _kept_by_hook(job: Job) -> int:
     return of_hook.get(job.parallel.ddp_options.comm_hook, 0)
 
 
+def copied_bytes(draft: UncheckedPlan, *, total: int, trainable: int, num_replicas: int) -> tuple[int, int]:
+    """Return the host memory of a copy of what ranks write: of the first data-parallel one, and of each other.
+
+    Args:
+        draft: Plan with the stage, precision and optimizer.
+        total: Parameters of one rank.
+        trainable: Trained parameters among them.
+        num_replicas: Data-parallel ranks.
+
+    Source:
+        deepspeed runtime/engine.py save_checkpoint: below stage 3 the first writes the weights; torch
+        distributed/checkpoint/planner_helpers.py dedup_save_plans: what all hold is divided among them.
+    """
+    written = written_bytes(draft, total=total, trainable=trainable)
+    whole = 0
+    if draft.job.parallel.strategy == "zero" and draft.settings.zero_stage < 3:
+        whole = draft.settings.itemsize * (trainable + (0 if leaves_frozen_out(draft) else total - trainable))
+    share = -(-(written - whole) // num_replicas)
+    return whole + share, share
+
+
 def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
     """Return the size of one checkpoint over all ranks, bytes, where ranks have different numbers of parameters.
 

@@ -16,7 +16,7 @@ from toolkit.checkpoint.best import Best
 from toolkit.checkpoint.discovery import remove_leftovers, rotate
 from toolkit.checkpoint.fingerprint import Sources
 from toolkit.checkpoint.layout import checkpoint_name
-from toolkit.checkpoint.save import save
+from toolkit.checkpoint.save import begin_save, prepare_copy
 from toolkit.data.prepare import PreparedData
 from toolkit.data.streaming import StreamLoader
 from toolkit.distributed.deepspeed_private import count_elements
@@ -115,6 +115,7 @@ class Session:
                 self.written = MetricsWriter(self.plan, resumed_step=run.step_count, name=SAMPLES)
             self.trackers = Trackers(self.plan, run.state, resumed_step=run.step_count, say=self.reporter.say)
         self.reporter.start(done=run.step_count, total=self.num_steps)
+        prepare_copy(run)
         started_at = logged_at = run.step_count
         try:
             with asking(run.request_stop), self.profiler:
@@ -129,13 +130,14 @@ class Session:
                     if step % self.plan.job.train.logging_steps == 0 or last:
                         self._log(loss, step - logged_at)
                         logged_at = step
-                    self._evaluate_when_due(last=step == run.num_steps, ends=last)
+                    self._evaluate_when_due(last=step == run.num_steps, ends=last or run.should_save)
                     last = last or run.should_stop or self.best.stopped
-                    if step % self.save_every == 0 or last:
+                    if step % self.save_every == 0 or last or run.should_save:
                         self._check(loss)
                         self._save(probe=last or self.plan.job.train.load_best_model_at_end)
                     if last or run.should_stop:
                         break
+                run.finish_saving()
                 # The stop may have come after the last log: the next session does not have these losses.
                 if logged_at < run.step_count:
                     self._log(loss, run.step_count - logged_at)
@@ -211,7 +213,7 @@ class Session:
 
         Args:
             last: Whether this is the run's last step.
-            ends: Whether the session ends after it, with a checkpoint.
+            ends: Whether a checkpoint follows that is not due: the session ends, or someone has asked for one.
         """
         every, step = self.plan.settings.eval_steps, self.run.step_count
         if every is None or not self.data.validation or (step % steps_between(every, self.num_steps) and not last):
@@ -273,14 +275,28 @@ class Session:
             self.reporter.say(line)
 
     def _save(self, *, probe: bool) -> None:
-        run, step = self.run, self.run.step_count
-        folder = self.plan.output_dir / checkpoint_name(step)
+        run, best = self.run, self.best.folder  # a later one may not be complete when this one is
         began = time.perf_counter()
-        save(run, folder, tokenizer=self.tokenizer, probe=probe, sources=self.sources)
+        waited: list[float] = []
+
+        def complete(folder: Path) -> None:
+            seconds = format_seconds(time.perf_counter() - began)
+            behind = f", training waited {format_seconds(waited[0])}" if waited else ""
+            self.reporter.say(f"saved {folder} ({seconds}{behind})")
+            if run.world.is_main:
+                rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit, best=best)
+
+        begin_save(
+            run,
+            self.plan.output_dir / checkpoint_name(run.step_count),
+            tokenizer=self.tokenizer,
+            probe=probe,
+            sources=self.sources,
+            then=complete,
+        )
+        waited.append(time.perf_counter() - began)
+        run.should_save = False
         run.memory.end("save")
-        self.reporter.say(f"saved {folder} ({format_seconds(time.perf_counter() - began)})")
-        if run.world.is_main:
-            rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit, best=self.best.folder)
         run.agree_to_stop()  # else a stop requested during the save would take another step and save
         self.meter.skip()
 

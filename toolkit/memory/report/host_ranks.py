@@ -15,7 +15,11 @@ from toolkit.memory.report.host_zero import replay_stage3, replay_stage12
 from toolkit.memory.report.report import RankReport
 from toolkit.memory.trace.events import MemoryTrace, Traces
 from toolkit.planning.plan import Plan
+from toolkit.planning.state_bytes import copied_bytes
 from toolkit.units import GIB
+
+# Cause of the memory from which a checkpoint is written.
+COPY = "copy of the state, for a checkpoint"
 
 
 def host_report(
@@ -43,9 +47,13 @@ def host_report(
         Counter(_host_of_rank(plan, events, settings, pp_rank, peak_bytes=peaks[pp_rank], loaded=loaded))
         for pp_rank, events in enumerate(traces)
     ]
+    copies = [_copy_bytes(plan, events) for events in traces]
     width = plan.job.cluster.gpus_per_node
     nodes = [
-        [of_stages[rank.coordinate.pp] for rank in ranks[start : start + width]]
+        [
+            of_stages[rank.coordinate.pp] + Counter({COPY: copies[rank.coordinate.pp][rank.coordinate.dp > 0]})
+            for rank in ranks[start : start + width]
+        ]
         for start in range(0, len(ranks), width)
     ]
     fullest = max(nodes, key=lambda node: sum(found.total() for found in node))
@@ -56,6 +64,15 @@ def host_report(
         capacity_bytes=None if gib is None else int(gib * GIB),
         bytes_on_node=dict(sum(fullest, Counter())),
     )
+
+
+def _copy_bytes(plan: Plan, events: MemoryTrace) -> tuple[int, int]:
+    """Return the bytes that `train.save_async` copies on a first data-parallel rank, and on others."""
+    if not plan.job.train.save_async:
+        return 0, 0
+    total = sum(parameter.numel for parameter in events.parameters)
+    trainable = sum(parameter.numel for parameter in events.parameters if parameter.trainable)
+    return copied_bytes(plan, total=total, trainable=trainable, num_replicas=plan.grid.dp)
 
 
 def _host_of_rank(

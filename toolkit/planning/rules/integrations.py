@@ -180,7 +180,7 @@ def _model_problems(draft: UncheckedPlan, name: str) -> Iterator[Problem]:
 def _own_loop_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
     """Yield keys that our training loop alone acts on."""
     train = draft.job.train
-    for name in ("callbacks", "compute_metrics", "early_stopping_patience", "samples", "profile"):
+    for name in ("callbacks", "compute_metrics", "early_stopping_patience", "samples", "profile", "save_async"):
         if getattr(train, name) and consumer == "trainer":  # a script has its own loop
             yield Problem(
                 code="INTEGRATION_LOOP",

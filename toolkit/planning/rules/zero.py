@@ -122,6 +122,19 @@ def weights_alone(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
+def saved_behind(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse to write checkpoints from a copy in host memory where the state is in swap files."""
+    if draft.job.train.save_async and "nvme" in (draft.profile.optimizer, draft.profile.parameters):
+        yield Problem(
+            code="SAVE_ASYNC",
+            key="train.save_async",
+            message=f"save_async=true with offload={draft.profile.name}: the state is in swap files, because host memory has no room "
+            "for it, and a copy would need that room",
+            fix="Remove it, or set parallel.offload to a profile that keeps the state in memory",
+            source="deepspeed runtime/engine.py save_checkpoint",
+        )
+
+
 def accumulation_dtype(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require that gradients accumulate in the training precision, or under ZeRO in fp32."""
     settings = draft.settings
@@ -185,6 +198,7 @@ RULES = (
     offload_activations,
     offload_host_memory,
     weights_alone,
+    saved_behind,
     accumulation_dtype,
     compile_under_zero3,
 )
