@@ -49,7 +49,7 @@ def test_ddp_keeps_weights_buckets_and_moments_in_training_precision(estimator):
     assert between_steps(several) == near((2 + 2 + 4) * PARAMETERS + WORKSPACES)
     step = several.fullest.phases["step"].causes
     assert step["gradients"] == near(2 * PARAMETERS)
-    assert step["optimizer temporaries"] == near(2 * PARAMETERS)
+    assert "optimizer temporaries" not in step, "one kernel steps all"
     alone = estimated(estimator, gpus=1, parallel={"strategy": "ddp"})
     assert between_steps(alone) == near((2 + 4) * PARAMETERS + WORKSPACES), "one rank reduces nothing"
     assert several.checkpoint_bytes == near(6 * PARAMETERS)

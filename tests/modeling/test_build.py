@@ -15,6 +15,7 @@ from tiny_models import tiny_config, whole_model
 from tiny_plans import RANKS, step_batches, tiny_plan
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.job import Job
 from toolkit.distributed.world import init_world
@@ -99,6 +100,28 @@ def test_weights_have_the_dtype_of_the_plan(
     assert found["dtypes"] == found["dense dtypes"] == {expected}
     assert found["unequal"] == []
     assert found["attention"] == "sdpa"
+
+
+class Made(TorchDispatchMode):
+    """Counts the tensors of a shape that get storage."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if "empty" in func.__name__ and tuple(made.shape) == self.shape and not made.is_meta:
+            self.count += 1
+        return made
+
+
+def test_a_tied_head_is_allocated_once() -> None:
+    plan = tiny_plan("llama-tied", ranks=1, parallel={"strategy": "ddp", "zero_stage": None})
+    with Made(plan.model.config["vocab_size"], plan.model.config["hidden_size"]) as made:
+        model: Any = build_model(plan, device=CPU)
+    assert made.count == 1
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_another_seed_gives_other_weights() -> None:

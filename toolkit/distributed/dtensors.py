@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,9 +37,13 @@ def copy_whole(target: Tensor, whole: Tensor) -> None:
     if not is_dtensor(target):
         target.data.copy_(whole)
         return
-    from torch.distributed.tensor import distribute_tensor
-
-    placed = whole.to(device=target.device, dtype=target.dtype)
-    # Without a source rank each cuts its own part, and nothing is sent.
-    part = distribute_tensor(placed, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]
-    target.to_local().copy_(part.to_local())  # type: ignore[attr-defined]
+    sharded: Any = target
+    part = whole
+    for dim, placement in enumerate(sharded.placements):
+        if (
+            placement.is_shard()
+        ):  # as torch's Shard cuts: in equal pieces, of which the last ranks may have fewer or none
+            pieces = part.chunk(sharded.device_mesh.size(dim), dim=placement.dim)
+            own = sharded.device_mesh.get_local_rank(dim)
+            part = pieces[own] if own < len(pieces) else part.narrow(placement.dim, 0, 0)
+    sharded.to_local().copy_(part)  # views until here: nothing else is allocated

@@ -191,6 +191,10 @@ def build_model(
         dense, model = _twins(config, options)
         hold_in_nf4(model, dtype=options.dtype, error_rank=options.error_rank)
         allocate(model, device=device)
+    elif (world is None or world.grid.size("model") == 1) and _ties_early(plan, config):
+        model = construct_empty(config, options)
+        tie_weights(model)
+        allocate(model, device=device)
     elif world is None or world.grid.size("model") == 1:
         with _partitioned(plan, dp_group), torch.device(device), no_init_weights():
             model = construct(config, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
@@ -210,6 +214,16 @@ def build_model(
     if world is not None and world.grid.size("model") > 1:
         _mark(plan, adapted, world=world)
     return adapted  # type: ignore[no-any-return]
+
+
+def _ties_early(plan: Plan, config: PreTrainedConfig) -> bool:
+    """Return whether a head that shares the embedding's weight is tied before it is allocated: else both are there for a moment.
+
+    ZeRO-3 partitions modules as they are made, and models that bring their code may need a device in their constructors.
+    """
+    tied = getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
+    partitioned = plan.settings.zero_stage == 3 and plan.job.parallel.strategy == "zero"
+    return bool(tied) and not partitioned and not plan.job.model.trust_remote_code
 
 
 def _twins(config: PreTrainedConfig, options: BuildOptions) -> tuple[PreTrainedModel, PreTrainedModel]:

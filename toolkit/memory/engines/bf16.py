@@ -5,7 +5,8 @@ Source: deepspeed runtime/bf16_optimizer.py; chosen by runtime/engine.py _do_opt
 
 from __future__ import annotations
 
-from toolkit.memory.engines.replay import FP32_ITEMSIZE, EngineReplay
+from toolkit.memory.engines.filling import FP32_ITEMSIZE
+from toolkit.memory.engines.replay import EngineReplay
 from toolkit.memory.engines.stage12 import partition_numel
 from toolkit.memory.trace.events import Parameter
 

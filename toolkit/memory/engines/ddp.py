@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+from toolkit.memory.engines.filling import adapter_bytes, filling_bytes
 from toolkit.memory.engines.replay import EngineReplay
 from toolkit.memory.trace.events import Parameter
 
@@ -25,10 +26,12 @@ class Ddp(EngineReplay):
     """DDP: every rank holds everything, and gradients twice, unless they lie in the buckets in which DDP reduces them."""
 
     def initialize(self) -> None:
-        """Allocate the model, then one bucket element for each element of a gradient."""
-        account = self.account
-        total = sum(parameter.size for parameter in self.trace.parameters)
-        account.allocate("parameters", total)
+        """Allocate the model, fill it, give it adapters, then one bucket element for each element of a gradient."""
+        account, parameters = self.account, self.trace.parameters
+        later = adapter_bytes(parameters)
+        account.allocate("parameters", sum(parameter.size for parameter in parameters) - later)
+        account.transient("parameters being packed", filling_bytes(parameters, self.settings, shards=False))
+        account.allocate("parameters", later)
         if self.settings.dp_size > 1:
             account.transient("broadcast at start", self._broadcast_bytes())
             account.allocate("reduction buckets", sum(parameter.size for parameter in self.trainable))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from toolkit.memory.engines.filling import filling_bytes, group_of
 from toolkit.memory.engines.replay import EngineReplay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace.events import MemoryTrace, Parameter, in_blocks
@@ -54,7 +55,7 @@ class Fsdp2(EngineReplay):
         return sum(math.ceil(parameter.numel / self.settings.shard_size) for parameter in parameters)
 
     def initialize(self) -> None:
-        """Allocate shards, fp32 where trained; then each whole parameter in turn (fsdp2_load_full_state_dict)."""
+        """Allocate shards, fp32 where trained; then fill them from whole weights."""
         frozen = [parameter for parameter in self.trace.parameters if not parameter.trainable]
         shards = {
             "master parameters": MASTER_ITEMSIZE * self._shard(self.trainable),
@@ -62,8 +63,8 @@ class Fsdp2(EngineReplay):
         }
         for cause, size in shards.items():
             self.account.allocate(cause, size)
-        whole = (p.numel * (MASTER_ITEMSIZE if p.trainable else p.itemsize) for p in self.trace.parameters)
-        self.account.transient("parameters being sharded", max(whole, default=0))
+        whole = filling_bytes(self.trace.parameters, self.settings, shards=True)
+        self.account.transient("parameters being sharded", whole)
         if self.settings.cpu_offload:  # they move once they are filled
             for cause, size in shards.items():
                 self.account.free(cause, size)
@@ -190,16 +191,3 @@ class Fsdp2(EngineReplay):
             self.run_optimizer(self._shard(self.trainable))
         account.free_all("gradient partition")
         account.free_all("gradients")
-
-
-def group_of(module: str) -> str:
-    """Return the FSDP group of a module: its layer, the embedding, or the tail of norm and head.
-
-    >>> group_of("model.layers.3.mlp.down_proj"), group_of("model.embed_tokens"), group_of("lm_head")
-    ('model.layers.3', 'embedding', 'tail')
-    """
-    parts = module.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return "embedding" if any(word in module for word in ("embed_in", "embed_tokens", "wte", "wpe")) else "tail"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
 
+from toolkit.memory.engines.filling import EMBEDDINGS_AND_HEADS, FP32_ITEMSIZE, decomposed_bytes, errors_bytes
 from toolkit.memory.engines.ledger import MemoryLedger
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.step_program import StepProgram
@@ -30,9 +31,6 @@ from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT
 NUM_STEPS = 2
 # Micro-batches that differ: the first of a step, one between, the last.
 MAX_MICRO_STEPS = 3
-FP32_ITEMSIZE = 4
-# Names of embeddings and output projections in transformers.
-EMBEDDINGS_AND_HEADS = ("embed_tokens", "embed_in", "embed_positions", "wte", "wpe", "lm_head", "embed_out")
 # get_norm_dtype() is float64 on CUDA (deepspeed runtime/utils.py).
 NORM_ITEMSIZE = 8
 
@@ -88,9 +86,9 @@ class EngineReplay(ABC):
         self.account.allocate("model buffers", self.trace.buffers_bytes)
         self.initialize()
         if self.settings.decomposes:
-            self.account.transient("singular vectors", self._decomposed_bytes())
+            self.account.transient("singular vectors", decomposed_bytes(self.trace.parameters))
         if self.settings.keeps_errors:
-            self.account.transient("errors of rounding", self._errors_bytes())
+            self.account.transient("errors of rounding", errors_bytes(self.trainable, itemsize=self.settings.itemsize))
         micro_steps = min(self.settings.accumulation_steps, MAX_MICRO_STEPS)
         for step in range(NUM_STEPS):
             if self.course is not None:
@@ -328,28 +326,6 @@ class EngineReplay(ABC):
         if not self.account.held("optimizer state"):
             self.account.allocate("optimizer state", moments * numel)
         self.account.transient("optimizer temporaries", self._step_bytes(numel, itemsize=itemsize))
-
-    def _decomposed_bytes(self) -> int:
-        """Return the bytes of the largest weight that PiSSA decomposes, in fp32, and of its vectors (peft tuners/lora/layer.py pissa_init)."""
-        frozen = (p for p in self.trace.parameters if not p.trainable and len(p.shape) == 2)
-        sizes = (2 * p.numel + min(p.shape) ** 2 for p in frozen if not p.module.endswith(EMBEDDINGS_AND_HEADS))
-        return FP32_ITEMSIZE * max(sizes, default=0)
-
-    def _errors_bytes(self) -> float:
-        """Return the bytes of what all layers keep of their errors, in fp32, and of the largest error that is decomposed.
-
-        Beside it are the whole weight, in training precision, and that unpacked once more, or four squares of the shorter side: the
-        product, its eigenvectors and LAPACK's two (modeling/nf4.py, ssyevd).
-        """
-        adapters = [p for p in self.trainable if ".lora_A." in p.name or ".lora_B." in p.name]
-        lengths = {p.name: p.shape[".lora_A." in p.name] for p in adapters}
-        most = 0.0
-        for name in (name for name in lengths if ".lora_A." in name):
-            sides = sorted((lengths[name], lengths[name.replace(".lora_A.", ".lora_B.")]))
-            numel = sides[0] * sides[1]
-            rest = max(self.settings.itemsize * numel, 4 * FP32_ITEMSIZE * sides[0] ** 2)
-            most = max(most, (FP32_ITEMSIZE + self.settings.itemsize) * numel + rest)
-        return FP32_ITEMSIZE * sum(p.numel for p in adapters) + most
 
     def _state_bytes(self) -> float:
         """Return the bytes of optimizer state per element in fp32, by the shapes of the weights where these count."""

@@ -75,6 +75,7 @@ class EngineSettings:
         cpu_offload: Whether FSDP2's shards are in RAM.
         decomposes: Whether adapters begin with the largest singular values of weights.
         keeps_errors: Whether adapters begin with the errors of rounding their weights to 4 bits.
+        drawn: Whether DDP's and FSDP2's weights are drawn, and not read.
         ddp: Options of DDP.
         node_size: Ranks of a node.
     """
@@ -106,6 +107,7 @@ class EngineSettings:
     cpu_offload: bool = False
     decomposes: bool = False
     keeps_errors: bool = False
+    drawn: bool = False
     ddp: Ddp = field(default_factory=Ddp)
     node_size: int = 1
 
@@ -207,6 +209,7 @@ def engine_settings(
         reduction_itemsize=settings.itemsize if options.reduce_dtype is None else ITEMSIZES[options.reduce_dtype],
         reshards=options.reshard_after_forward,
         cpu_offload=options.cpu_offload,
+        drawn=plan.settings.init == "random",
         ddp=plan.job.parallel.ddp_options,
         node_size=plan.job.cluster.gpus_per_node,
     )
