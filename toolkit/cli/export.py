@@ -29,7 +29,11 @@ def register(app: typer.Typer) -> None:
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint-STEP folder, or an output_dir for its latest.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint-STEP folder, an output_dir for its latest, or a checkpoint of DeepSpeed, Trainer, Accelerate or FSDP.",
+        ),
     ],
     out: Annotated[Path | None, typer.Option("--out", help="Folder to create. Default: `export` next to it.")] = None,
     dtype: Annotated[
@@ -48,6 +52,13 @@ def export(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the Python code of the checkpoint's model.")
     ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder with config.json and tokenizer, for another program's checkpoint without them.",
+        ),
+    ] = None,
     push_to_hub: Annotated[
         str | None,
         typer.Option("--push-to-hub", metavar="REPO", help="Upload the export to this repository, `owner/name`."),
@@ -81,7 +92,7 @@ def export(
     is_folder(checkpoint, key="CHECKPOINT")  # refuses a path that the system does
     if step_of(checkpoint) is None and list(checkpoint.glob("checkpoint-*")):
         checkpoint = latest_checkpoint(checkpoint)
-    export_checkpoint = _load_quickly(checkpoint, trust_remote_code=trust_remote_code)
+    export_checkpoint = _load_quickly(checkpoint, model or checkpoint, trust_remote_code=trust_remote_code)
     target = out or checkpoint.parent / "export"
     console = SteadyConsole(stderr=True)
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
@@ -95,6 +106,7 @@ def export(
             overwrite=overwrite,
             check_logits=check_logits,
             trust_remote_code=trust_remote_code,
+            model=model,
             progress=lambda count, total: bar.update(task, completed=count, total=total),
         )
     address = None
@@ -112,15 +124,12 @@ def export(
         print_fields([("hub", address)])
 
 
-def _load_quickly(checkpoint: Path, *, trust_remote_code: bool) -> Callable[..., Export]:
+def _load_quickly(checkpoint: Path, model: Path, *, trust_remote_code: bool) -> Callable[..., Export]:
     """Return `tk.export` for one checkpoint and the end of the process: without packages that DeepSpeed's files of whole models do not need."""
     from toolkit.modeling.lean_imports import lean_imports, quick_imports
 
-    needs_all = (
-        trust_remote_code
-        or (checkpoint / MODEL / "adapter_config.json").exists()
-        or any(checkpoint.glob("*/engine.json"))
-    )
+    adapters = [folder / "adapter_config.json" for folder in (checkpoint / MODEL, model)]
+    needs_all = trust_remote_code or any(path.exists() for path in adapters) or any(checkpoint.glob("*/engine.json"))
     with quick_imports() if needs_all else lean_imports():
         return load_exporter()
 

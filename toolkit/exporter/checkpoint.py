@@ -18,10 +18,11 @@ from toolkit.checkpoint.manifest import checksum_problems, damaged, index_proble
 from toolkit.checkpoint.manifest import verify as verify_checkpoint
 from toolkit.checkpoint.nvme_state import SWAPPED
 from toolkit.checkpoint.state import State, saved_plan
-from toolkit.errors import CheckError, CheckpointError, first_line, raise_all
+from toolkit.errors import CheckError, CheckpointError, Problem, first_line, raise_all
 from toolkit.exporter.export import ExportReport, export_checkpoint
 from toolkit.exporter.hub import write_card
 from toolkit.exporter.model_folder import brings_code, read_model_object
+from toolkit.exporter.other_folders import OtherFolder, find_other
 from toolkit.modeling.architecture import DTYPES
 from toolkit.modeling.nf4 import hold_in_nf4
 from toolkit.planning.plan import Plan
@@ -68,13 +69,15 @@ def export(
     overwrite: bool = False,
     check_logits: bool | None = None,
     trust_remote_code: bool = False,
+    model: str | Path | None = None,
     verify_first: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Export:
     """Write a checkpoint of any ZeRO stage, of DDP or FSDP2 as Hugging Face safetensors with config, tokenizer and model card.
 
     Args:
-        checkpoint: Folder that `tk.save` or `toolkit train` wrote.
+        checkpoint: Folder that `tk.save` or `toolkit train` wrote; or one of another program's: DeepSpeed's, also as Trainer and Accelerate
+            save it, a universal one, or torch's distributed checkpoint, as FSDP saves it. The export of such a one has no model card.
         output_dir: Folder of the export; created complete at the end, or not at all.
         dtype: Dtype of the weights; the training precision when left out, bf16 after fp8. fp32 reads the master weights.
         max_shard_size_bytes: Size above which a new file begins, bytes.
@@ -86,6 +89,7 @@ def export(
             two billion parameters. After fp8 training both are computed in bf16, the dtype of the weights.
         trust_remote_code: Whether to run the Python code that the checkpoint's model brings, and that of an adapter's base. The
             checkpoint's own plan is ignored in this: the author of the checkpoint wrote it too.
+        model: Folder with config.json and the tokenizer, for another program's checkpoint that has none.
         verify_first: Whether to compare the checksums of the files to read, and the sizes of all, first. `toolkit
             train` skips this for the checkpoint that its own processes have just hashed, which would be read once more
             for nothing. The export itself is read back and compared either way.
@@ -96,6 +100,22 @@ def export(
         CheckError: EXPORT_VERIFY, EXPORT_LOGITS: the export differs from the checkpoint.
     """
     source = Path(checkpoint)
+    other = find_other(source)
+    if other is not None:
+        return _export_other(
+            other,
+            output_dir,
+            model=None if model is None else Path(model),
+            dtype=dtype,
+            max_shard_size_bytes=max_shard_size_bytes,
+            merge_adapter=merge_adapter,
+            overwrite=overwrite,
+            check_logits=check_logits,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+    if model is not None:
+        raise CheckpointError(_has_own_model(source))
     if verify_first:
         verify_checkpoint(source, unread=is_shard)  # before its plan tells which shards to read
     state, plan = State.load(source), saved_plan(source)
@@ -107,13 +127,7 @@ def export(
         raise CheckpointError(brings_code(source / MODEL))
     probe = source / PROBE if PROBE in read_manifest(source) else None  # a file that it does not name was never checked
     if check_logits and probe is None:
-        raise CheckpointError.of(
-            code="EXPORT_NO_PROBE",
-            key=str(source),
-            message=f"{source} has no scores of the live model to compare with",
-            fix="Export without comparing logits, or save with `tk.save(run, path, probe=True)`; "
-            "`toolkit train` does at a run's end",
-        )
+        raise CheckpointError(_no_probe(source))
     reason = _why_not_compared(plan, probe, dtype=dtype, asked=check_logits, merge_adapter=merge_adapter)
     differences: list[float] = []
 
@@ -145,6 +159,64 @@ def export(
     )
     difference = differences[0] if differences else None
     return Export(folder=report.output_dir, report=report, logits_difference=difference, not_compared=reason)
+
+
+def _export_other(
+    other: OtherFolder,
+    output_dir: str | Path,
+    *,
+    model: Path | None,
+    check_logits: bool | None,
+    dtype: str | None,
+    **options: Any,
+) -> Export:
+    """Write what another program saved; there is no plan and no manifest, so the tensors' own shapes are all that is compared."""
+    model_dir = model or other.model_dir
+    if model_dir is None:
+        raise CheckpointError(_no_model(other.root))
+    if check_logits:
+        raise CheckpointError(_no_probe(other.root))
+    if not options["trust_remote_code"] and _has_code(model_dir):
+        raise CheckpointError(brings_code(model_dir))
+    report = export_checkpoint(
+        other.root,
+        output_dir,
+        tag_dir=other.weights,
+        model_dir=model_dir,
+        dtype=None if dtype is None else DTYPES[dtype],
+        other=other,
+        **options,
+    )
+    reason = "another program's checkpoint has no scores of the live model"
+    return Export(folder=report.output_dir, report=report, logits_difference=None, not_compared=reason)
+
+
+def _no_model(folder: Path) -> Problem:
+    return Problem(
+        code="EXPORT_CONFIG",
+        key=str(folder),
+        message=f"{folder} has the weights of another program's run, but no config.json of their model",
+        fix="Name a folder that has it, and the tokenizer, such as that of the model that the run started from: --model FOLDER (model=FOLDER)",
+    )
+
+
+def _has_own_model(folder: Path) -> Problem:
+    return Problem(
+        code="EXPORT_CONFIG",
+        key="model",
+        message=f"model= is for checkpoints of other programs, and {folder} is none: its own folder `{MODEL}` describes its model",
+        fix="Leave it out",
+    )
+
+
+def _no_probe(folder: Path) -> Problem:
+    return Problem(
+        code="EXPORT_NO_PROBE",
+        key=str(folder),
+        message=f"{folder} has no scores of the live model to compare with",
+        fix="Export without comparing logits, or save with `tk.save(run, path, probe=True)`; "
+        "`toolkit train` does at a run's end",
+    )
 
 
 def _why_not_compared(

@@ -23,6 +23,11 @@ def is_sharded(tag_dir: Path) -> bool:
     return (tag_dir / _RECORD).exists()
 
 
+def is_engine_tag(folder: Path) -> bool:
+    """Return whether a folder has files of DeepSpeed's engine."""
+    return any(_match(path.name) for path in folder.glob("*_states.pt"))
+
+
 def model_files(folder: Path, *, mp_rank: int) -> list[Path]:
     """Return the module states of a model-parallel rank, by data-parallel rank: one file below stage 3 of ZeRO."""
     return _of_rank(folder, _MODEL, mp_rank)

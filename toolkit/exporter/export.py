@@ -28,6 +28,7 @@ from toolkit.exporter.adapter_shards import adapted_shards
 from toolkit.exporter.contents import Contents, Kind, Opened, choose_contents
 from toolkit.exporter.engine_files import is_sharded
 from toolkit.exporter.model_folder import adapted_model, copy_companions, empty_model
+from toolkit.exporter.other_folders import OtherFolder
 from toolkit.exporter.pipeline_reader import UnitedCheckpoint
 from toolkit.exporter.readback import verify_written
 from toolkit.exporter.tensor_parallel_reader import JoinedCheckpoint
@@ -36,6 +37,7 @@ from toolkit.exporter.zero_reader import ZeroCheckpoint
 from toolkit.introspect import tied_keys
 from toolkit.io import read_plain
 from toolkit.modeling.conversion import revert
+from toolkit.modeling.weights import full_shapes
 from toolkit.tensor_parallel.apply import dense_shards
 from toolkit.tensor_parallel.tables import tp_plan_for
 from toolkit.topology.grid import Grid
@@ -89,6 +91,7 @@ def export_checkpoint(
     trust_remote_code: bool = False,
     grid: Grid = _ONE_RANK,
     checks: ReadChecks | None = None,
+    other: OtherFolder | None = None,
     progress: Progress | None = None,
     inspect: Callable[[Path, ExportReport], None] | None = None,
 ) -> ExportReport:
@@ -113,6 +116,7 @@ def export_checkpoint(
         trust_remote_code: Whether to run model code in `model_dir`.
         grid: Grid of the run, whose stages and tensor shards are joined. Its replicas are identical.
         checks: Checks of the tensors that are read of archives.
+        other: What another program left in `checkpoint_dir`, which is read in its format.
         progress: Called with tensors written and total tensors.
         inspect: Called with the finished folder before it takes its place; if it raises, nothing is left.
     Raises:
@@ -131,13 +135,15 @@ def export_checkpoint(
         trust_remote_code=trust_remote_code,
         grid=grid,
         checks=checks,
+        other=other,
     )
     if merge_adapter and opened.peft_model is None:
         raise CheckpointError(_not_adapted(source))
     with staged_folder(target, overwrite=overwrite) as folder:
         plan = choose_contents(opened, dtype, base_dir=base_dir, merge_adapter=merge_adapter, packed=packed)
         writer = _write(plan, opened.model, folder, max_shard_size_bytes=max_shard_size_bytes, progress=progress)
-        copy_companions(opened.model_dir, folder, plan, architecture=type(opened.model).__name__)
+        architecture = type(opened.model).__name__
+        copy_companions(opened.model_dir, folder, plan, architecture=architecture, known_only=other is not None)
         if verify:
             loaded = opened.model
             if plan.untied:
@@ -168,7 +174,10 @@ def _open(
     trust_remote_code: bool,
     grid: Grid,
     checks: ReadChecks | None,
+    other: OtherFolder | None,
 ) -> Opened:
+    if other is not None and other.format != "deepspeed":
+        return _open_other(other, model_dir, peft_dir, trust_remote_code=trust_remote_code)
     ranks: list[Weights]
     if is_sharded(tag_dir):
         from toolkit.exporter.sharded_reader import ShardedCheckpoint
@@ -196,6 +205,25 @@ def _open(
     ]
     weights = UnitedCheckpoint(tag_dir, stages, _tied_names(names, model))
     return Opened(weights=weights, model=model, model_dir=model_dir, lora=lora, peft_model=peft_model)
+
+
+def _open_other(other: OtherFolder, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool) -> Opened:
+    from toolkit.exporter.other_readers import DistributedCheckpoint, OtherWeights, UniversalCheckpoint
+
+    read = UniversalCheckpoint if other.format == "universal" else DistributedCheckpoint
+    weights: DistributedCheckpoint | UniversalCheckpoint = read(other.weights)
+
+    def described() -> PreTrainedModel:
+        return empty_model(model_dir, trust_remote_code=trust_remote_code, num_tensors=len(weights.tensors))
+
+    model = described()
+    lora = read_adapter_config(peft_dir or model_dir) if is_adapted(weights) else {}
+    peft_model = adapted_model(described(), lora) if lora else None
+    wanted = full_shapes(model) if peft_model is None else peft_model.state_dict()
+    tied = tied_keys(model) if peft_model is None else {}
+    trained = getattr(model.config, "dtype", None)
+    own = OtherWeights(weights, wanted, tied, trained if isinstance(trained, torch.dtype) else None)
+    return Opened(weights=own, model=model, model_dir=model_dir, lora=lora, peft_model=peft_model)
 
 
 def _tied_names(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,11 @@ _OBJECTS = (
     "added_tokens.json",
 )
 _GENERATION = frozenset({"config.json", "generation_config.json"})
+# Files of tokenizers and models, by the names that transformers gives them.
+_COMPANION = re.compile(
+    r"(config|generation_config|tokenizer\w*|special_tokens_map|added_tokens|vocab|adapter_config)\.json"
+    r"|(merges|vocab)\.txt|[\w.]+\.(model|tiktoken|jinja|spm|bpe)|(modeling|configuration|tokenization)_\w+\.py"
+)
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
 
 
@@ -106,12 +112,24 @@ def _match_targets(model: PreTrainedModel, config: Any) -> None:
         check_target_module_exists(config, name)
 
 
-def copy_companions(model_dir: Path, folder: Path, plan: Contents, *, architecture: str) -> None:
-    """Copy tokenizer and generation settings, and write the config with the dtype of the weights."""
+def copy_companions(
+    model_dir: Path, folder: Path, plan: Contents, *, architecture: str, known_only: bool = False
+) -> None:
+    """Copy tokenizer and generation settings, and write the config with the dtype of the weights.
+
+    Args:
+        model_dir: Folder that has them.
+        folder: Folder of the export.
+        plan: What is exported.
+        architecture: Class of the model.
+        known_only: Whether to leave out what is not a tokenizer's or a model's: other programs' folders have more.
+    """
     skipped = {ADAPTER_CONFIG, *(_GENERATION if plan.kind == "adapter" else ())}
     for path in sorted(model_dir.iterdir()):
         is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         # Hidden files are not part of a checkpoint: its manifest ignores them too.
+        if known_only and not _COMPANION.fullmatch(path.name):
+            continue
         if path.is_file() and path.name[0] != "." and path.name not in skipped and not is_weights:
             with open_plain(model_dir, path.name) as content, (folder / path.name).open("wb") as copy:
                 shutil.copyfileobj(content, copy)

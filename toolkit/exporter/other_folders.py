@@ -1,0 +1,117 @@
+"""Folders that other programs wrote: DeepSpeed's own, those of Trainer and Accelerate, torch's distributed checkpoint, universal ones.
+
+Nothing of them runs: their pickles are read by `toolkit.checkpoint.pickles`, as ours are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from toolkit.checkpoint.layout import LATEST, MANIFEST, PLAN, STATE
+from toolkit.errors import CheckpointError, Problem
+from toolkit.exporter.engine_files import is_engine_tag
+from toolkit.io import read_plain
+
+Format = Literal["deepspeed", "universal", "distributed"]
+
+UNIVERSAL_LATEST = "latest_universal"
+INDEX = ".metadata"
+_MAX_TAG_BYTES = 1000
+# Folders of weights inside those that Accelerate and Trainer save under FSDP (accelerate utils/constants.py FSDP_MODEL_NAME).
+_FSDP = "pytorch_model_fsdp"
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherFolder:
+    """A checkpoint of another program.
+
+    Args:
+        root: Folder that was named.
+        format: Format of the weights.
+        weights: Folder of their files.
+        model_dir: Folder with config.json, near the weights; None if there is none.
+        step: Optimizer steps done, if a file or a name says it.
+    """
+
+    root: Path
+    format: Format
+    weights: Path
+    model_dir: Path | None
+    step: int | None = None
+
+
+def find_other(folder: Path) -> OtherFolder | None:
+    """Return what another program left in a folder; None for a checkpoint of ours, whole or not, and for anything else.
+
+    Raises:
+        CheckpointError: EXPORT_LATEST for a `latest` that names no folder.
+    """
+    if not folder.is_dir() or (folder / MANIFEST).exists() or {PLAN, STATE} <= {path.name for path in folder.iterdir()}:
+        return None
+    for format_, weights in _candidates(folder):
+        near = (folder, folder / "model", weights, folder.parent)
+        model_dir = next((path for path in near if (path / _CONFIG).is_file()), None)
+        step = _step(weights.name) or _step(folder.name)
+        return OtherFolder(root=folder, format=format_, weights=weights, model_dir=model_dir, step=step)
+    return None
+
+
+def _candidates(folder: Path) -> Iterator[tuple[Format, Path]]:
+    for name in (UNIVERSAL_LATEST, LATEST):
+        if (folder / name).is_file():
+            tag = _named_tag(folder, name)
+            if (tag / "zero").is_dir():
+                yield "universal", tag
+            elif is_engine_tag(tag):
+                yield "deepspeed", tag
+    if (folder / "zero").is_dir() and any(folder.glob("zero/*/fp32.pt")):
+        yield "universal", folder
+    if is_engine_tag(folder):
+        yield "deepspeed", folder
+    for path in (folder, *sorted(folder.glob(f"{_FSDP}*"))):
+        if (path / INDEX).is_file():
+            yield "distributed", path
+
+
+def _named_tag(folder: Path, name: str) -> Path:
+    try:
+        tag = read_plain(folder, name, max_bytes=_MAX_TAG_BYTES).decode("utf-8").strip()
+        if not tag.isprintable() or Path(tag).name != tag:
+            raise ValueError(f"{tag!r:.80} is not a tag")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(_no_tag(folder / name, f"cannot be read: {error}")) from None
+    if not (folder / tag).is_dir():
+        raise CheckpointError(_no_tag(folder / name, f"names {tag}, which is not there"))
+    return folder / tag
+
+
+def _no_tag(path: Path, what: str) -> Problem:
+    return Problem(
+        code="EXPORT_LATEST",
+        key=str(path),
+        message=f"{path} {what}",
+        fix="Name a folder whose saving has finished, or the folder of its tag itself",
+        source="deepspeed, runtime/engine.py, DeepSpeedEngine.save_checkpoint",
+    )
+
+
+def _step(name: str) -> int | None:
+    digits = name.removesuffix("_universal").rpartition("-" if "-" in name else "step")[2]
+    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 16 else None
+
+
+def names_by_model(stored: Mapping[str, object], wanted: Mapping[str, object]) -> dict[str, str]:
+    """Map a model's keys to the names under which a folder has them: all of them begin with one prefix, such as `model.` or `module.`.
+
+    Keys that the folder lacks are left out.
+    """
+    starts = {""}
+    for key in list(wanted)[:4]:
+        starts |= {name.removesuffix(key) for name in stored if name.endswith(f".{key}")}
+    starts = {start for start in starts if "optim" not in start}
+    found = max(starts, key=lambda start: (sum(start + key in stored for key in wanted), -len(start)))
+    return {key: found + key for key in wanted if found + key in stored}
