@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from toolkit import pipeline_parallel as pipeline
     from toolkit import tensor_parallel, topology
     from toolkit.artifacts.files import emit
-    from toolkit.checkpoint.load import load
     from toolkit.checkpoint.save import save
     from toolkit.config.job import Cluster, Data, Job, Lora, Model, Parallel, Train
     from toolkit.config.loader import load_job
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from toolkit.planning.offload import offload_section
     from toolkit.planning.plan import Plan
     from toolkit.planning.resolve import resolve
+    from toolkit.reshape.load import load
     from toolkit.trainer.loop import train
     from toolkit.trainer.sample import write_sample
     from toolkit.trainer.tokenizer import load_tokenizer
@@ -91,7 +91,7 @@ _HOMES = {
     "estimate_module": "toolkit.memory.module_estimate",
     "export": "toolkit.exporter.checkpoint",
     "initialize": "toolkit.engine.initialize",
-    "load": "toolkit.checkpoint.load",
+    "load": "toolkit.reshape.load",
     "load_job": "toolkit.config.loader",
     "load_tokenizer": "toolkit.trainer.tokenizer",
     "offload_section": "toolkit.planning.offload",

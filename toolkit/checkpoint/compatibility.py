@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.fingerprint import source_problems
 from toolkit.checkpoint.manifest import is_shard, verify
-from toolkit.checkpoint.resume_rules import RULES, Rule
+from toolkit.checkpoint.resume_rules import KEEPING_HOOKS, RULES, Rule
 from toolkit.checkpoint.state import State, saved_plan, step_problems
 from toolkit.deepspeed_spec.nested import leaf_values
 from toolkit.errors import CheckpointError, Problem, raise_all
@@ -36,8 +36,13 @@ class Change:
         return f"{self.name} {_shown(self.then)} → {_shown(self.now)}"
 
 
-def check_resumable(plan: Plan, folder: Path) -> State:
+def check_resumable(plan: Plan, folder: Path, *, convert: bool = True) -> State:
     """Check all of a checkpoint but the contents of DeepSpeed's files, which the ranks compare before they load them.
+
+    Args:
+        plan: Plan that resumes.
+        folder: Checkpoint folder.
+        convert: Whether a checkpoint of another layout may be read.
 
     Returns:
         State of the saved run.
@@ -50,7 +55,7 @@ def check_resumable(plan: Plan, folder: Path) -> State:
     raise_all(CheckpointError, step_problems(folder, manifest, state))
     saved = saved_plan(folder)
     moved = source_problems(plan.job, saved.job, state.sources, folder)
-    raise_all(CheckpointError, [*layout_problems(plan, saved, folder), *moved])
+    raise_all(CheckpointError, [*layout_problems(plan, saved, folder, convert=convert), *moved])
     return state
 
 
@@ -63,13 +68,24 @@ def known_num_steps(plan: Plan, folder: Path, state: State) -> int | None:
     return state.num_steps if is_same else None
 
 
-def layout_problems(plan: Plan, saved: Plan, folder: Path) -> list[Problem]:
-    """Return the differences between a plan and a checkpoint's plan that a resume cannot make."""
+def layout_problems(plan: Plan, saved: Plan, folder: Path, *, convert: bool = True) -> list[Problem]:
+    """Return the differences between a plan and a checkpoint's plan that a resume cannot make.
+
+    Args:
+        plan: Plan that resumes.
+        saved: Plan of the checkpoint.
+        folder: Checkpoint folder.
+        convert: Whether a checkpoint of another layout may be read.
+    """
     refused = [change for change in changes(plan, saved) if change.rule.on_change == "refused"]
     causes: dict[str, list[Change]] = {}
     for change in refused:
         causes.setdefault(change.rule.cause or change.key, []).append(change)
     problems = [_refused(together, folder) for together in causes.values()]
+    if converted := layout_changes(plan, saved):
+        problems += (
+            [_other_layout(converted, folder)] if not convert else _unconvertible(converted, plan, saved, folder)
+        )
     if saved.job.train.save_only_model:
         problems.insert(0, _weights_alone(folder))
     if plan.model.config != saved.model.config:
@@ -87,6 +103,71 @@ def layout_problems(plan: Plan, saved: Plan, folder: Path) -> list[Problem]:
             )
         )
     return problems
+
+
+def layout_changes(plan: Plan, saved: Plan) -> list[Change]:
+    """Return the changes for which a checkpoint's files are read weight by weight, as their layout is another."""
+    return [change for change in changes(plan, saved) if change.rule.on_change == "converted"]
+
+
+def _other_layout(changed: Sequence[Change], folder: Path) -> Problem:
+    return Problem(
+        code="CHECKPOINT_LAYOUT",
+        key=changed[0].name,
+        message=f"{folder} has another layout ({', '.join(map(str, changed))}), and --no-convert forbids reading it weight by weight",
+        fix=f"Leave out --no-convert, or set {_back(changed)}",
+    )
+
+
+def _unconvertible(changed: Sequence[Change], plan: Plan, saved: Plan, folder: Path) -> list[Problem]:
+    """Return why a state cannot go over to another layout bit by bit."""
+    both = (plan, saved)
+    strategies = [each.job.parallel.strategy for each in both]
+    optimizers = {each.job.train.optimizer for each in both}
+    devices = {device for each in both for device in (each.profile.optimizer, each.profile.parameters)}
+    hooks = {each.job.parallel.ddp_options.comm_hook for each in both if each.job.parallel.strategy == "ddp"}
+    reasons: Mapping[str, bool] = {
+        "the 8-bit states of adamw_8bit have a scale for each 256 numbers of a rank's part": "adamw_8bit" in optimizers,
+        "lion has other states under ddp and fsdp2 than under zero, and its own of each rank under fsdp2": "lion"
+        in optimizers
+        and strategies != ["zero", "zero"],
+        "a profile of NVMe has its states in swap files of its own layout": "nvme" in devices,
+        "optimizer-cpu-partial has two optimizers": any(each.profile.partial for each in both),
+        "ddp in 16 bit keeps no fp32 copy of the weights, so those of the checkpoint would be rounded": strategies[0]
+        == "ddp"
+        and strategies[1] != "ddp"
+        and plan.settings.dtype != "fp32",
+        "a communication hook keeps on each rank what it has not sent yet": bool(hooks & KEEPING_HOOKS),
+    }
+    return [
+        Problem(
+            code="CHECKPOINT_LAYOUT",
+            key=changed[0].name,
+            message=f"{folder} has another layout ({', '.join(map(str, changed))}), to which it cannot go over exactly: {why}",
+            fix=f"Set {_back(changed)} to resume, or export it (`toolkit export {folder}`) and warm-start from the export",
+        )
+        for why, holds in reasons.items()
+        if holds
+    ]
+
+
+def _back(changed: Sequence[Change]) -> str:
+    return " and ".join(f"{change.name} to {_shown(change.then)}" for change in changed)
+
+
+def describe_layout(plan: Plan, saved: Plan) -> str | None:
+    """Return one line that says why a checkpoint is read weight by weight; None if it has the plan's own layout."""
+    changed = layout_changes(plan, saved)
+    if not changed:
+        return None
+    drawn = (
+        ""
+        if plan.grid == saved.grid
+        else "; other ranks: dropout draws anew from train.seed, the step and the rank's place"
+    )
+    return (
+        f"the checkpoint has another layout ({', '.join(map(str, changed))}): its state is read weight by weight{drawn}"
+    )
 
 
 def _weights_alone(folder: Path) -> Problem:
@@ -108,13 +189,11 @@ def _refused(changed: Sequence[Change], folder: Path) -> Problem:
     rule = changed[-1].rule
     now = " and ".join(f"{change.name}={_shown(change.now)}" for change in changed)
     then = " and ".join(_shown(change.then) for change in changed)
-    back = " and ".join(f"{change.name} to {_shown(change.then)}" for change in changed)
     return Problem(
         code=rule.code,
         key=changed[-1].name,
         message=f"{now}, but {folder} was saved with {then}: {rule.why}",
-        fix=f"Set {back} to resume, or export it (`toolkit export {folder}`) and warm-start from the export",
-        source="deepspeed runtime/engine.py load_checkpoint" if rule.code == "CHECKPOINT_LAYOUT" else "",
+        fix=f"Set {_back(changed)} to resume, or export it (`toolkit export {folder}`) and warm-start from the export",
     )
 
 
@@ -131,7 +210,7 @@ def changes(now: Plan, then: Plan) -> Iterator[Change]:
         values = [_value(plan, key, rule) for plan in (now, then)]
         if values[0] == values[1]:
             continue
-        if rule.on_change == "refused" and rule.fits(now, then):
+        if rule.on_change in ("refused", "converted") and rule.fits(now, then):
             rule = replace(rule, on_change="told")
         yield Change(key=key, now=values[0], then=values[1], rule=rule)
 

@@ -2,73 +2,85 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.arguments import checks_arguments
-from toolkit.checkpoint.compatibility import describe_changes, known_num_steps, layout_problems
+from toolkit.checkpoint.compatibility import (
+    describe_changes,
+    describe_layout,
+    known_num_steps,
+    layout_changes,
+    layout_problems,
+)
 from toolkit.checkpoint.fingerprint import source_notes, source_problems
 from toolkit.checkpoint.layout import tag_of
 from toolkit.checkpoint.manifest import checksum_problems, damaged, read_manifest, share, size_problems
 from toolkit.checkpoint.nvme_state import restore_unswapped
 from toolkit.checkpoint.pickles import read_pickle
-from toolkit.checkpoint.random_state import load_random_state
+from toolkit.checkpoint.random_state import load_random_state, load_stream_state
 from toolkit.checkpoint.state import State, saved_plan, step_problems
 from toolkit.distributed.deepspeed_private import load_files_by, sort_by_rank
 from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.engine.run import Run
+from toolkit.engine.seed import seed_random_state
+from toolkit.engine.sharded_files import ENGINE_FILE
 from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
 from toolkit.planning.state_bytes import leaves_frozen_out
+from toolkit.topology.grid import Coordinate, Grid
 
-_log = logging.getLogger(__name__)
 
-
-@checks_arguments
-def load(run: Run, path: str | Path, *, say: Callable[[str], None] = _log.warning) -> State:
-    """Restore model, optimizer, schedule, random states and position in the data.
-
-    The settings of optimizer, schedule and clipping in the run's plan apply from the next step on, whatever the saved
-    run had.
+def restore(
+    run: Run, folder: Path, *, say: Callable[[str], None], across: Callable[[State], None], convert: bool = True
+) -> State:
+    """Load a checkpoint that `verify_together` has found sound.
 
     Args:
         run: A fresh run; all ranks call this together, once, before the first step.
-        path: Checkpoint folder that `save` wrote.
+        folder: Checkpoint folder.
         say: Called on rank 0 with a line that names what the plan changes, and one for what cannot be compared.
+        across: Fills the engine from files of another layout.
+        convert: Whether it may.
 
     Returns:
         State of the saved run.
-
-    Collectives:
-        One gather of what each rank found; the engine's own.
-
-    Raises:
-        CheckpointError: The checkpoint is absent, incomplete, damaged, not of this plan, or more than data.
     """
-    verify_together(run, Path(path))
-    return restore(run, Path(path), say=say)
-
-
-def restore(run: Run, folder: Path, *, say: Callable[[str], None]) -> State:
-    """Load a checkpoint that `verify_together` has found sound."""
-    state = State.load(folder)
-    saved = saved_plan(folder)
-    raise_all(CheckpointError, layout_problems(run.plan, saved, folder))
-    _load_engine(run, folder, tag_of(state.step))
-    run.stream_state = load_random_state(folder, rank=run.world.rank)
+    state, saved = State.load(folder), saved_plan(folder)
+    raise_all(CheckpointError, layout_problems(run.plan, saved, folder, convert=convert))
+    lines = [describe_changes(run.plan, saved), describe_layout(run.plan, saved), *source_notes(state.sources)]
+    for told in lines if run.world.is_main else ():
+        if told is not None:
+            say(told)
+    if layout_changes(run.plan, saved) or _is_portable(run, folder, state):
+        across(state)
+    else:
+        _load_engine(run, folder, tag_of(state.step))
+    _restore_random_state(run, folder, saved.grid, state.step)
     run.step_count = state.step
     run.state = dict(state.hooks)
     num_steps = known_num_steps(run.plan, folder, state)
     if num_steps is not None:
         run.set_num_steps(num_steps)
-    if run.world.is_main:
-        for told in (describe_changes(run.plan, saved), *source_notes(state.sources)):
-            if told is not None:
-                say(told)
     return state
+
+
+def _is_portable(run: Run, folder: Path, state: State) -> bool:
+    """Return whether a checkpoint of the run's layout has been converted into one of whole weights, which DeepSpeed does not read."""
+    return run.plan.job.parallel.strategy == "zero" and (folder / tag_of(state.step) / ENGINE_FILE).exists()
+
+
+def _restore_random_state(run: Run, folder: Path, saved: Grid, step: int) -> None:
+    """Go on with each rank's random numbers, or on another grid with new ones, and with the position in a stream."""
+    world = run.world
+    if world.grid == saved:
+        load_random_state(folder, rank=world.rank)
+    else:
+        seed, place = run.plan.job.train.seed, world.coordinate
+        seed_random_state(seed, dp_rank=place.dp, pp_rank=place.pp, step=step)
+    replicas = [saved.rank(Coordinate(pp=0, dp=dp_rank, tp=0)) for dp_rank in range(saved.dp)]
+    run.stream_state = load_stream_state(folder, replicas)
 
 
 def _load_engine(run: Run, folder: Path, tag: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,13 @@ def save_random_state(folder: Path, *, rank: int, stream: dict[str, Any] | None 
     torch.save(state, folder / _name(rank))
 
 
-def load_random_state(folder: Path, *, rank: int) -> dict[str, Any] | None:
-    """Restore the states that `save_random_state` wrote, and return that of a stream if there is one.
+def load_random_state(folder: Path, *, rank: int) -> None:
+    """Restore the states that `save_random_state` wrote.
 
     Raises:
         CheckpointError: CHECKPOINT_UNSAFE, CHECKPOINT_DAMAGED.
     """
-    name = _name(rank)
-    try:
-        state = read_pickle(folder, name)
-    except ValueError as error:
-        raise CheckpointError(damaged(folder, name, str(error))) from None
+    state = _read(folder, rank)
     try:
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
@@ -46,9 +43,36 @@ def load_random_state(folder: Path, *, rank: int) -> dict[str, Any] | None:
         if state["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
-        raise CheckpointError(damaged(folder, name, f"has no random states: {error}")) from None
-    stream: dict[str, Any] | None = state.get("stream")
-    return stream
+        raise CheckpointError(damaged(folder, _name(rank), f"has no random states: {error}")) from None
+
+
+def load_stream_state(folder: Path, ranks: Iterable[int]) -> dict[str, Any] | None:
+    """Return the position in streamed data that ranks have saved together; None if there is none.
+
+    Args:
+        folder: Checkpoint folder.
+        ranks: One rank of each replica of the run that saved it.
+
+    Raises:
+        CheckpointError: CHECKPOINT_UNSAFE, CHECKPOINT_DAMAGED.
+    """
+    found = [(rank, _read(folder, rank).get("stream")) for rank in ranks]
+    if any(stream is None for _, stream in found):
+        return None
+    try:
+        if "parts" not in found[0][1]:  # an earlier version's: each replica reads a part of its own
+            return {"num_parts": len(found), "parts": {part: stream for part, (_, stream) in enumerate(found)}}
+        parts = {part: state for _, stream in found for part, state in stream["parts"].items()}
+        return {"num_parts": found[0][1]["num_parts"], "parts": parts}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(damaged(folder, _name(found[0][0]), f"has no position in a stream: {error!r}")) from None
+
+
+def _read(folder: Path, rank: int) -> dict[str, Any]:
+    try:
+        return read_pickle(folder, _name(rank))
+    except ValueError as error:
+        raise CheckpointError(damaged(folder, _name(rank), str(error))) from None
 
 
 def _name(rank: int) -> str:

@@ -63,13 +63,16 @@ def candidates(output_dir: Path, resume: str | Path | None) -> tuple[Path, ...]:
     return (Path(resume),)
 
 
-def resume_point(plan: Plan, resume: str | Path | None, *, say: Callable[[str], None]) -> ResumePoint | None:
+def resume_point(
+    plan: Plan, resume: str | Path | None, *, say: Callable[[str], None], convert: bool = True
+) -> ResumePoint | None:
     """Return the first checkpoint that is valid, as far as can be checked without torch; None to start from the beginning.
 
     Args:
         plan: Plan that resumes.
         resume: As `candidates` takes it.
         say: Called with a line for each damaged one that `auto` skips.
+        convert: Whether one of another layout may be read.
 
     Raises:
         CheckpointError: One is absent, not of this plan, or damaged and not skipped.
@@ -77,7 +80,7 @@ def resume_point(plan: Plan, resume: str | Path | None, *, say: Callable[[str], 
     folders = candidates(plan.output_dir, resume)
     for index, folder in enumerate(folders):
         try:
-            state = check_resumable(plan, folder)
+            state = check_resumable(plan, folder, convert=convert)
         except CheckpointError as error:
             skip_damaged(error, skips=resume == AUTO, say=say)
             continue

@@ -1,7 +1,8 @@
 """The effect on a resume of each job key whose value differs from the checkpoint's run: one row per key.
 
-A key that takes effect in the engine is changed and reported, a key that the checkpoint depends on is refused, and one that no
-number of the run depends on is ignored. Needs no torch: all of it is reported before any process starts.
+A key that takes effect in the engine is changed and reported, a key that the layout of the checkpoint's files depends on has it read
+weight by weight, a key that its numbers depend on is refused, and one that no number of the run depends on is ignored. Needs no
+torch: all of it is reported before any process starts.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ class Rule:
     """The effect of a key that has changed.
 
     Args:
-        on_change: `told`: takes effect and is reported; `refused`; `free`: nothing depends on it; `content`: compared by what
-            is read (`toolkit.checkpoint.fingerprint`, the model's configuration), whatever its name.
+        on_change: `told`: takes effect and is reported; `converted`: the checkpoint's files have another layout, and are read weight
+            by weight; `refused`; `free`: nothing depends on it; `content`: compared by what is read
+            (`toolkit.checkpoint.fingerprint`, the model's configuration), whatever its name.
         code: Error code of a refusal.
         why: Reason against the change, for its message.
         counts: Whether the key applies to plan and checkpoint; if not, its change is ignored.
-        fits: For a refused key: whether this change is possible nevertheless, and is reported.
+        fits: For a refused or converted key: whether this change needs neither, and is reported.
         value: Function of the resolved value, if it is not the one of the same name in the settings or in the job.
         default: DeepSpeed's default when the `deepspeed` section leaves the key out.
         name: Name in messages; its path when left out.
         cause: Common cause of refused keys that change together and are reported as one problem.
     """
 
-    on_change: Literal["told", "refused", "free", "content"]
+    on_change: Literal["told", "converted", "refused", "free", "content"]
     code: str = ""
     why: str = ""
     counts: Both = _always
@@ -111,12 +113,6 @@ def _sums_matter(now: Plan, then: Plan) -> bool:
     return same_dtype and now.grid.pp == 1 and _same_stage(1, 2)(now, then)
 
 
-def _batches_differ(now: Plan, then: Plan) -> bool:
-    """Return whether a step has other sequences for a reason other than the number of ranks."""
-    batch, before = now.settings.batch, then.settings.batch
-    return (batch.micro, batch.accumulation) != (before.micro, before.accumulation)
-
-
 def _evaluates(now: Plan, then: Plan) -> bool:
     return now.settings.eval_steps is not None
 
@@ -139,10 +135,16 @@ def _same_devices(now: Plan, then: Plan) -> bool:
     return places[0] == places[1]
 
 
+def _same_files(now: Plan, then: Plan) -> bool:
+    """Return whether both runs have DDP, or FSDP2 with states of whole weights: torch reads those files on any number of ranks."""
+    return _same_strategy(now, then) and now.job.parallel.strategy != "zero" and not _keeps_own_rows(now, then)
+
+
 _FREE, _TOLD = Rule(on_change="free"), Rule(on_change="told")
 _CONTENT = Rule(on_change="content")
 _REFUSED = Rule(on_change="refused", code="CHECKPOINT_LAYOUT", why=_SHARDS)
-_GRID = replace(_REFUSED, cause="grid")
+_CONVERTED = replace(_REFUSED, on_change="converted")
+_GRID = replace(_CONVERTED, cause="grid")
 _ADAPTERS = replace(_REFUSED, counts=_with_adapters)
 _SCALE = replace(_ADAPTERS, why="its adapters were trained for that scale")
 _SCALER = replace(
@@ -187,6 +189,10 @@ def _sends_between_nodes(now: Plan, then: Plan) -> bool:
     return now.grid.world_size == then.grid.world_size and _hook(now) == _hook(then) == "top_k"
 
 
+# Communication hooks that keep what a rank has not sent yet.
+KEEPING_HOOKS = frozenset({"power_sgd", "top_k"})
+
+
 def _hook(plan: Plan) -> str:
     return plan.job.parallel.ddp_options.comm_hook if plan.job.parallel.strategy == "ddp" else "none"
 
@@ -204,9 +210,12 @@ def _with_hook(hook: str, name: str, *, of: str, refuses: bool = False) -> dict[
 
 # The keys in the order of their names in a message.
 RULES: dict[str, Rule] = {
-    # Ranks and how they share the model: refused together.
+    # Ranks and how they share the model.
     "cluster.gpus_per_node": replace(
-        _GRID, name="cluster.gpus_per_node × cluster.nodes", value=lambda plan: plan.grid.world_size
+        _GRID,
+        name="cluster.gpus_per_node × cluster.nodes",
+        value=lambda plan: plan.grid.world_size,
+        fits=lambda now, then: _same_files(now, then) and not {_hook(now), _hook(then)} & KEEPING_HOOKS,
     ),
     "cluster.nodes": replace(  # counted in the row before: the same ranks may run on other nodes, but for shares of a node
         _REFUSED, why="its residuals are shares of a node's", counts=_sends_between_nodes
@@ -214,26 +223,26 @@ RULES: dict[str, Rule] = {
     "parallel.tensor": _GRID,
     "parallel.pipeline": _GRID,
     "parallel.virtual_stages": _GRID,
-    "parallel.strategy": _REFUSED,
+    "parallel.strategy": _CONVERTED,
     **_options("ddp", "bucket_cap_mb find_unused_parameters static_graph broadcast_buffers gradient_as_bucket_view"),
     "parallel.ddp.comm_hook": replace(
         _REFUSED,
         why="what a hook has not sent yet is a part of a checkpoint",
         counts=_same_strategy,
         value=_hook,
-        fits=lambda now, then: not {_hook(now), _hook(then)} & {"power_sgd", "top_k"},
+        fits=lambda now, then: not {_hook(now), _hook(then)} & KEEPING_HOOKS,
     ),
     **_with_hook("power_sgd", "power_sgd_start_step", of="start_step"),
     **_with_hook("top_k", "top_k_ratio", of="sent_ratio"),
     **_with_hook("power_sgd", "power_sgd_rank", of="rank_of_products", refuses=True),
     **_options("fsdp2", "reshard_after_forward reduce_dtype cpu_offload"),
     "parallel.fsdp2.dp_replicate_size": replace(  # other files fit any sharding
-        _REFUSED,
+        _CONVERTED,
         counts=_same_strategy,
         fits=lambda now, then: not _keeps_own_rows(now, then),
         value=lambda plan: plan.job.parallel.fsdp2_options.dp_replicate_size,
     ),
-    "parallel.zero_stage": replace(_REFUSED, counts=_same_strategy),  # else the strategy is the cause
+    "parallel.zero_stage": replace(_CONVERTED, counts=_same_strategy),  # else the strategy is the cause
     "train.precision": replace(
         _REFUSED,  # fp8 affects the products alone, not the saved state
         fits=lambda now, then: now.settings.dtype == then.settings.dtype,
@@ -255,19 +264,19 @@ RULES: dict[str, Rule] = {
     ),
     "train.lora.adapter": _FREE,
     "train.lora.loraplus_lr_ratio": replace(
-        _REFUSED,  # it splits the parameters into groups
+        _CONVERTED,  # it splits the parameters into groups
         counts=_with_adapters,
         value=_lora("loraplus_lr_ratio"),
         fits=lambda now, then: None not in (_lora("loraplus_lr_ratio")(now), _lora("loraplus_lr_ratio")(then)),
     ),
     "train.freeze": _REFUSED,
     "train.learning_rates": replace(
-        _REFUSED,  # the same
+        _CONVERTED,  # the same
         fits=lambda now, then: list(now.job.train.learning_rates) == list(then.job.train.learning_rates),
     ),
     "train.optimizer": _REFUSED,
     "train.weight_decay": replace(
-        _REFUSED,  # it splits the parameters into two groups
+        _CONVERTED,  # it splits the parameters into two groups
         fits=lambda now, then: bool(now.job.train.weight_decay) == bool(then.job.train.weight_decay),
     ),
     "train.momentum": replace(
@@ -277,13 +286,15 @@ RULES: dict[str, Rule] = {
         value=lambda plan: plan.job.train.used_momentum,
         fits=lambda now, then: bool(now.job.train.used_momentum) == bool(then.job.train.used_momentum),
     ),
-    "parallel.offload": replace(_REFUSED, fits=_same_devices),
-    "parallel.offload_ratio": replace(_REFUSED, counts=lambda now, then: now.profile.partial and then.profile.partial),
-    "parallel.partition": replace(_REFUSED, counts=_same_stages),  # else the stages are the cause
-    "train.gradient_accumulation_dtype": replace(_REFUSED, fits=lambda now, then: not _sums_matter(now, then)),
-    "deepspeed.zero_optimization.round_robin_gradients": replace(_REFUSED, counts=_same_stage(1, 2), default=False),
+    "parallel.offload": replace(_CONVERTED, fits=_same_devices),
+    "parallel.offload_ratio": replace(
+        _CONVERTED, counts=lambda now, then: now.profile.partial and then.profile.partial
+    ),
+    "parallel.partition": replace(_CONVERTED, counts=_same_stages),  # else the stages are the cause
+    "train.gradient_accumulation_dtype": replace(_CONVERTED, fits=lambda now, then: not _sums_matter(now, then)),
+    "deepspeed.zero_optimization.round_robin_gradients": replace(_CONVERTED, counts=_same_stage(1, 2), default=False),
     "deepspeed.zero_optimization.sub_group_size": replace(  # the length of each flat group of master weights
-        _REFUSED, counts=_same_stage(3), value=lambda plan: plan.settings.sub_group_size
+        _CONVERTED, counts=_same_stage(3), value=lambda plan: plan.settings.sub_group_size
     ),
     # The loaded loss scaler keeps its settings (deepspeed runtime/zero/stage_1_and_2.py _load_global_state).
     "deepspeed.fp16.loss_scale": replace(_SCALER, default=0),
@@ -293,7 +304,7 @@ RULES: dict[str, Rule] = {
     "deepspeed.fp16.consecutive_hysteresis": replace(_SCALER, default=False),
     "deepspeed.fp16.min_loss_scale": replace(_SCALER, default=1),
     # Settings that determine the order of the rows: a step is a position in the data.
-    "train.train_batch_size": replace(_ORDER, counts=_batches_differ, value=lambda plan: plan.settings.batch.train),
+    "train.train_batch_size": replace(_ORDER, value=lambda plan: plan.settings.batch.train),
     "train.sequence_length": _ORDER,
     "train.seed": _ORDER,
     **_each(

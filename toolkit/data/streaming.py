@@ -400,6 +400,10 @@ def as_saved(snapshot: Mapping[str, Any]) -> dict[str, Any]:
 class StreamLoader:
     """Iterates over optimizer steps of a stream, as `toolkit.data.loader.StepLoader` over those of packed rows.
 
+    A stream is read in parts, as many as the run began with data-parallel ranks. Each part gives as many rows to every step, in the
+    order of the parts, so a run that goes on with another number of ranks takes the same rows in each step: a rank reads the parts
+    in which its rows lie, several where ranks are fewer, one that others read too where they are more.
+
     Args:
         rows: The stream.
         collate: Turns rows into tensors.
@@ -408,7 +412,7 @@ class StreamLoader:
         dp_rank: Data-parallel rank.
         dp_size: Number of data-parallel ranks.
         num_steps: Steps that are left.
-        state: What `state` of an earlier loader has returned, of as many ranks; None to begin.
+        state: What `state` of earlier loaders has returned, with the parts of this rank; None to begin.
     """
 
     def __init__(
@@ -423,17 +427,24 @@ class StreamLoader:
         num_steps: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self._open = partial(Position, rows, dp_rank=dp_rank, dp_size=dp_size)
-        self._collate = collate
-        self._shape = (gradient_accumulation_steps, micro_batch_size)
+        self._rows, self._collate = rows, collate
+        self._micro = micro_batch_size
+        self._num_parts = dp_size if state is None else int(state["num_parts"])
+        own = micro_batch_size * gradient_accumulation_steps
+        self._per_part = own * dp_size // self._num_parts
+        self._own = range(dp_rank * own, (dp_rank + 1) * own)
+        parts = range(self._own.start // self._per_part, (self._own.stop - 1) // self._per_part + 1)
         self._num_steps = num_steps
-        self._after = self._open(state=state).snapshot()
+        saved = {} if state is None else state["parts"]
+        self._after = {part: self._position(part, saved.get(part)).snapshot() for part in parts}
 
     def __len__(self) -> int:
         return self._num_steps
 
     def __iter__(self) -> Iterator[StepBatch]:
-        for batch, after in prefetch(self._batches(self._open(state=self.state()))):
+        saved = self.state()["parts"]
+        positions = {part: self._position(part, saved[part]) for part in self._after}
+        for batch, after in prefetch(self._batches(positions)):
             self._after = after
             self._num_steps -= 1
             yield batch
@@ -441,19 +452,28 @@ class StreamLoader:
     @property
     def epoch(self) -> int:
         """Number of whole passes over the data that this rank had read for the last step."""
-        return int(self._after["counts"][0])
+        return min(int(after["counts"][0]) for after in self._after.values())
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last step that was taken, as a checkpoint holds it."""
-        return as_saved(self._after)
+        return {
+            "num_parts": self._num_parts,
+            "parts": {part: as_saved(after) for part, after in self._after.items()},
+        }
 
-    def _batches(self, position: Position) -> Iterator[tuple[StepBatch, dict[str, Any]]]:
-        accumulation, micro = self._shape
+    def _position(self, part: int, state: Mapping[str, Any] | None) -> Position:
+        return Position(self._rows, dp_rank=part, dp_size=self._num_parts, state=state)
+
+    def _batches(self, positions: Mapping[int, Position]) -> Iterator[tuple[StepBatch, dict[int, dict[str, Any]]]]:
         for _ in range(self._num_steps):
-            batches: StepBatch = []
-            for _ in range(accumulation):
-                batches.append(pinned(self._collate([position.row() for _ in range(micro)])))
-            yield batches, position.snapshot()
+            rows = []
+            for part, position in positions.items():
+                first = part * self._per_part
+                made = [position.row() for _ in range(self._per_part)]
+                rows += [row for at, row in enumerate(made, start=first) if at in self._own]
+            starts = range(0, len(rows), self._micro)
+            batches = [pinned(self._collate(rows[at : at + self._micro])) for at in starts]
+            yield batches, {part: position.snapshot() for part, position in positions.items()}
 
 
 @dataclass(frozen=True, slots=True)

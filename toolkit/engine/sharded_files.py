@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from toolkit.distributed.deepspeed_flats import LossScale
 from toolkit.io import MAX_TEXT_BYTES, read_plain
 
 ENGINE_FILE = "engine.json"
@@ -62,6 +63,8 @@ class EngineRecord(BaseModel):
         shared: Further names of weights that modules share, each with the name that has the tensor.
         averages: What schedule-free AdamW has counted for each of its groups: the sum of what its weights count in their average, and
             the highest rate.
+        skipped_steps: Steps that overflowed in fp16.
+        loss_scale: State of the loss scaler, in fp16.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -71,6 +74,8 @@ class EngineRecord(BaseModel):
     dtype: Literal["bf16", "fp16", "fp32"]
     shared: dict[str, str]
     averages: Annotated[tuple[Averaged, ...], Field(strict=False)] | None = None
+    skipped_steps: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    loss_scale: LossScale | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -137,8 +142,16 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor], *, write: WriteTen
         raise _first_failure(error) from error
 
 
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor], *, reader: ShardReader | None = None) -> None:
+def load_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], *, reader: ShardReader | None = None, alone: bool = False
+) -> None:
     """Read tensors in place, each rank its part; without process groups, whole ones.
+
+    Args:
+        folder: Folder of the files.
+        tensors: Tensors by name.
+        reader: Reader that has seen the files' headers.
+        alone: Whether this rank reads whole tensors without the others.
 
     Raises:
         ValueError: The files lack one of them, or have it in another shape.
@@ -153,7 +166,7 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], *, reader: ShardRe
             raise ValueError(f"has {name} of shape {tuple(size)}, the model of shape {tuple(tensor.shape)}")
     try:
         with _quiet():
-            load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+            load(dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized())
     except CheckpointException as error:
         raise _first_failure(error) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -16,30 +16,17 @@ from transformers import PreTrainedModel
 
 from toolkit.checkpoint.archives import ReadChecks
 from toolkit.errors import CheckpointError, Problem
-from toolkit.exporter.adapter import (
-    Weights,
-    base_key,
-    factor_of,
-    is_adapted,
-    lora_targets,
-    read_adapter_config,
-)
-from toolkit.exporter.adapter_shards import adapted_shards
+from toolkit.exporter.adapter import is_adapted, read_adapter_config
 from toolkit.exporter.contents import Contents, Kind, Opened, choose_contents
-from toolkit.exporter.engine_files import is_sharded
 from toolkit.exporter.model_folder import adapted_model, copy_companions, empty_model
+from toolkit.exporter.opening import open_checkpoint
 from toolkit.exporter.other_folders import OtherFolder
-from toolkit.exporter.pipeline_reader import UnitedCheckpoint
 from toolkit.exporter.readback import verify_written
-from toolkit.exporter.tensor_parallel_reader import JoinedCheckpoint
 from toolkit.exporter.writer import Entry, ShardWriter, staged_folder
-from toolkit.exporter.zero_reader import ZeroCheckpoint
 from toolkit.introspect import tied_keys
 from toolkit.io import read_plain
 from toolkit.modeling.conversion import revert
 from toolkit.modeling.weights import full_shapes
-from toolkit.tensor_parallel.apply import dense_shards
-from toolkit.tensor_parallel.tables import tp_plan_for
 from toolkit.topology.grid import Grid
 
 Progress = Callable[[int, int], None]
@@ -178,33 +165,7 @@ def _open(
 ) -> Opened:
     if other is not None and other.format != "deepspeed":
         return _open_other(other, model_dir, peft_dir, trust_remote_code=trust_remote_code)
-    ranks: list[Weights]
-    if is_sharded(tag_dir):
-        from toolkit.exporter.sharded_reader import ShardedCheckpoint
-
-        ranks = [ShardedCheckpoint(tag_dir)]
-    else:
-        ranks = [ZeroCheckpoint(tag_dir, mp_rank, grid, checks) for mp_rank in range(grid.size("model"))]
-    adapted = any(map(is_adapted, ranks))
-    names = {name for rank in ranks for name in rank.tensors}
-    lora = read_adapter_config(peft_dir or model_dir) if adapted else {}
-
-    def described() -> PreTrainedModel:
-        return empty_model(model_dir, trust_remote_code=trust_remote_code, num_tensors=len(names))
-
-    model = described()
-    peft_model = adapted_model(described(), lora) if adapted else None
-    shards = {}
-    if grid.tp > 1:
-        shards = dense_shards(model, tp_plan_for(model), num_ranks=grid.tp)
-        if peft_model is not None:
-            shards = adapted_shards(names, shards, lora_targets(peft_model))
-    stages = [
-        JoinedCheckpoint(tag_dir, ranks[first : first + grid.tp], shards, first)
-        for first in range(0, len(ranks), grid.tp)
-    ]
-    weights = UnitedCheckpoint(tag_dir, stages, _tied_names(names, model))
-    return Opened(weights=weights, model=model, model_dir=model_dir, lora=lora, peft_model=peft_model)
+    return open_checkpoint(tag_dir, model_dir, peft_dir, trust_remote_code=trust_remote_code, grid=grid, checks=checks)
 
 
 def _open_other(other: OtherFolder, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool) -> Opened:
@@ -224,12 +185,6 @@ def _open_other(other: OtherFolder, model_dir: Path, peft_dir: Path | None, *, t
     trained = getattr(model.config, "dtype", None)
     own = OtherWeights(weights, wanted, tied, trained if isinstance(trained, torch.dtype) else None)
     return Opened(weights=own, model=model, model_dir=model_dir, lora=lora, peft_model=peft_model)
-
-
-def _tied_names(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
-    """Map names of a checkpoint's tied weights to the names of the weights whose values they share."""
-    named = {base_key(name): name for name in names if factor_of(name) is None}
-    return {named[key]: named[kept] for key, kept in tied_keys(model).items() if key in named and kept in named}
 
 
 def _write(

@@ -66,7 +66,7 @@ class ShardedCheckpoint:
         held = self._reader.read_metadata().state_dict_metadata[key].properties.dtype  # type: ignore[union-attr]
         whole = torch.empty(stored.shape, dtype=held)
         try:
-            load_tensors(self.folder, {key: whole}, reader=self._reader)
+            load_tensors(self.folder, {key: whole}, reader=self._reader, alone=True)
         except (ValueError, LookupError, OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(_damaged(self.folder, f"has no values of {name}: {error!r:.200}")) from error
         return whole.to(dtype) if whole.is_floating_point() else whole

@@ -75,7 +75,7 @@ class ZeroCheckpoint:
     _states: list[dict[str, Any]] = field(init=False)
     _optimizer_names: list[str] = field(init=False)
     _optimizers: list[dict[str, Any]] = field(init=False, default_factory=list)
-    _is_partitioned: bool = field(init=False)
+    is_partitioned: bool = field(init=False)
     _fragments: dict[str, list[Tensor]] = field(init=False)
     _lock: Lock = field(init=False, default_factory=Lock)
 
@@ -83,12 +83,12 @@ class ZeroCheckpoint:
         check_model_ranks(self.folder, self.grid)
         models = [path.name for path in model_files(self.folder, mp_rank=self.mp_rank)]
         self._optimizer_names = [path.name for path in optimizer_files(self.folder, mp_rank=self.mp_rank)]
-        self._is_partitioned = models[0].startswith("zero_pp_rank_")
-        self._states = [_load(self.folder, name) for name in (models if self._is_partitioned else models[:1])]
-        with _as_damage(self.folder):
+        self.is_partitioned = models[0].startswith("zero_pp_rank_")
+        self._states = [_load(self.folder, name) for name in (models if self.is_partitioned else models[:1])]
+        with as_damage(self.folder):
             self._module = {key: value for key, value in self._states[0]["module"].items() if isinstance(value, Tensor)}
             self._check_complete()
-            self._fragments = dict(self._partitions()) if self._is_partitioned else {}
+            self._fragments = dict(self._partitions()) if self.is_partitioned else {}
             self.tensors = dict(self._describe())
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -101,17 +101,17 @@ class ZeroCheckpoint:
         """
         stored = self.tensors[name]
         if stored.owner in self._fragments:
-            return self._join(name, self._fragments[stored.owner], dtype)
+            return self.join(name, self._fragments[stored.owner], dtype)
         whole = self._module[name]
         if tuple(whole.shape) != stored.shape:
-            raise CheckpointError(_damaged(self.folder, f"has no values of {name}"))
+            raise CheckpointError(damaged_tag(self.folder, f"has no values of {name}"))
         if not whole.is_floating_point() or whole.dtype == dtype:
             return self._taken(whole)
-        with _as_damage(self.folder):
+        with as_damage(self.folder):
             masters = list(self._master_fragments(stored.owner))
-        return self._join(name, masters, dtype) if masters else self._taken(whole, dtype)
+        return self.join(name, masters, dtype) if masters else self._taken(whole, dtype)
 
-    def _optimizer_states(self) -> list[dict[str, Any]]:
+    def optimizer_states(self) -> list[dict[str, Any]]:
         """Return each data-parallel rank's optimizer state, read lazily, as below stage 3 it is rarely needed."""
         with self._lock:
             self._optimizers = self._optimizers or [
@@ -131,12 +131,31 @@ class ZeroCheckpoint:
         target.copy_(mapped)
         release(mapped)
 
-    def _join(self, name: str, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    def trained_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the trained weights of stage 3 with their whole shapes, in the order in which a rank's flat tensors have them."""
+        for group in self._states[0].get("param_shapes") or ():
+            yield from ((name, tuple(shape)) for name, shape in group.items())
+
+    def module_tensor(self, name: str) -> Tensor:
+        """Return a tensor of the module as it is saved."""
+        return self._module[name]
+
+    @property
+    def engine_state(self) -> Mapping[str, Any]:
+        """What the first rank has saved beside the module: counts, the schedule and, at stage 0, the optimizer's state."""
+        return self._states[0]
+
+    def join(self, name: str, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of a weight's shape from consecutive parts of its elements.
+
+        Raises:
+            CheckpointError: EXPORT_DAMAGED, if they do not make it whole.
+        """
         stored = self.tensors[name]
         numel = math.prod(stored.shape)
         held = sum(part.numel() for part in parts)
         if held < numel:
-            raise CheckpointError(_damaged(self.folder, f"has {held} of the {numel} elements of {name}"))
+            raise CheckpointError(damaged_tag(self.folder, f"has {held} of the {numel} elements of {name}"))
         joined = torch.empty(numel, dtype=dtype if parts[0].is_floating_point() else parts[0].dtype)
         start = 0
         for part in parts:  # the last part may be padded
@@ -147,7 +166,7 @@ class ZeroCheckpoint:
 
     def _master_fragments(self, name: str) -> Iterator[Tensor]:
         """Yield the slices of the fp32 master weight, in rank order (stages 1 and 2, and bf16 at stage 0)."""
-        for state in self._optimizer_states():
+        for state in self.optimizer_states():
             for addresses, flat in zip(
                 state["param_slice_mappings"], state["single_partition_of_fp32_groups"], strict=True
             ):
@@ -165,17 +184,16 @@ class ZeroCheckpoint:
             yield name, [state["frozen_param_fragments"][name] for state in self._states]
         flats = [_Concatenation(pieces) for pieces in self._master_weights()]
         start = 0
-        for group in self._states[0].get("param_shapes") or ():
-            for name, shape in group.items():
-                length = -(-math.prod(shape) // len(flats))
-                yield name, [part for flat in flats for part in flat.slices(start, start + length)]
-                start += length
+        for name, shape in self.trained_shapes():
+            length = -(-math.prod(shape) // len(flats))
+            yield name, [part for flat in flats for part in flat.slices(start, start + length)]
+            start += length
         if any(flat.numel != start for flat in flats):
-            raise CheckpointError(_damaged(self.folder, f"does not have {start} master weights in each rank's file"))
+            raise CheckpointError(damaged_tag(self.folder, f"does not have {start} master weights in each rank's file"))
 
     def _master_weights(self) -> Iterator[list[Tensor]]:
         """Yield each rank's flat master weights at stage 3, in memory or in swap files of an NVMe offload."""
-        in_memory = [list(optimizer["fp32_flat_groups"]) for optimizer in self._optimizer_states()]
+        in_memory = [list(optimizer["fp32_flat_groups"]) for optimizer in self.optimizer_states()]
         if not (self.folder / SWAPPED).exists():
             yield from in_memory
             return
@@ -186,7 +204,7 @@ class ZeroCheckpoint:
             for dp_rank, flats in enumerate(in_memory):
                 yield list(master_weights(self.folder, self._global_rank(dp_rank), flats, groups))
         except (OSError, ValueError) as error:
-            raise CheckpointError(_damaged(self.folder, f"has swap files that cannot be read: {error}")) from error
+            raise CheckpointError(damaged_tag(self.folder, f"has swap files that cannot be read: {error}")) from error
 
     def _global_rank(self, dp_rank: int) -> int:
         """Return the global rank that names the swap files."""
@@ -201,10 +219,10 @@ class ZeroCheckpoint:
         places: dict[tuple[int, int, tuple[int, ...]], str] = {}
         for name, value in self._module.items():
             owner = shared.get(name, name)
-            if self._is_partitioned and owner not in self._fragments and name not in buffers:
+            if self.is_partitioned and owner not in self._fragments and name not in buffers:
                 continue  # the placeholder of a frozen weight that was left out
-            shape = tuple(shapes.get(owner, value.shape)) if self._is_partitioned else tuple(value.shape)
-            if not self._is_partitioned and value.numel():
+            shape = tuple(shapes.get(owner, value.shape)) if self.is_partitioned else tuple(value.shape)
+            if not self.is_partitioned and value.numel():
                 place = (value.untyped_storage().data_ptr(), int(value.storage_offset()), shape)
                 owner = places.setdefault(place, name)
             yield name, StoredTensor(shape=shape, dtype=value.dtype, owner=owner)
@@ -217,7 +235,7 @@ class ZeroCheckpoint:
         expected = int(self._states[0]["dp_world_size"])
         if len(self._optimizer_names) != expected:
             raise CheckpointError(_incomplete(self.folder, f"{expected} *_optim_states.pt", len(self._optimizer_names)))
-        if self._is_partitioned and len(self._states) != expected:
+        if self.is_partitioned and len(self._states) != expected:
             raise CheckpointError(_incomplete(self.folder, f"{expected} *_model_states.pt", len(self._states)))
 
 
@@ -247,16 +265,16 @@ def _load(folder: Path, name: str) -> dict[str, Any]:
     try:
         return read_pickle(folder, name, mmap=True, stand_ins=True)
     except ValueError as error:
-        raise CheckpointError(_damaged(folder / name, str(error))) from error
+        raise CheckpointError(damaged_tag(folder / name, str(error))) from error
 
 
 @contextmanager
-def _as_damage(folder: Path) -> Iterator[None]:
+def as_damage(folder: Path) -> Iterator[None]:
     """Turn errors from an incomplete or malformed state into an EXPORT_DAMAGED error of the folder."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise CheckpointError(_damaged(folder, f"has no engine state: {error!r:.200}")) from error
+        raise CheckpointError(damaged_tag(folder, f"has no engine state: {error!r:.200}")) from error
 
 
 def _incomplete(folder: Path, wanted: str, found: int) -> Problem:
@@ -279,5 +297,6 @@ def _on_nvme(folder: Path) -> Problem:
     )
 
 
-def _damaged(path: Path, what: str) -> Problem:
+def damaged_tag(path: Path, what: str) -> Problem:
+    """Return the problem of an engine's files that do not have what they should."""
     return Problem(code="EXPORT_DAMAGED", key=str(path), message=f"{path} {what}", fix="Export an earlier checkpoint")

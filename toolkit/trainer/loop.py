@@ -11,7 +11,7 @@ from toolkit.arguments import checks_arguments
 from toolkit.checkpoint.best import best_checkpoint
 from toolkit.checkpoint.discovery import remove_leftovers
 from toolkit.checkpoint.fingerprint import identify
-from toolkit.checkpoint.load import restore, verify_together
+from toolkit.checkpoint.load import verify_together
 from toolkit.checkpoint.resume import AUTO, ResumePoint, set_aside, skip_damaged
 from toolkit.config.user_code import imported
 from toolkit.distributed.heartbeat import run_with_heartbeat
@@ -25,6 +25,7 @@ from toolkit.launch.extensions import Machine
 from toolkit.launch.packages import tracker_problems
 from toolkit.planning.plan import Plan
 from toolkit.planning.trainable import data_section_problems
+from toolkit.reshape.load import resume as restore
 from toolkit.trainer.callbacks import attach_callbacks, make_callbacks
 from toolkit.trainer.out_of_memory import out_of_memory, ran_out
 from toolkit.trainer.progress import Reporter, Silent, Terminal
@@ -39,6 +40,7 @@ def train(
     plan: Plan,
     *,
     resume: str | Path | None = None,
+    convert: bool = True,
     stop_after: int | None = None,
     reporter: Reporter | None = None,
     attach: Callable[[Run], object] | None = None,
@@ -51,6 +53,7 @@ def train(
         plan: Resolved plan; its job must have a data section.
         resume: Checkpoint to resume from: a folder; `latest`, the last of output_dir; `auto`, the last valid one of
             output_dir, or the start if there is none.
+        convert: Whether a checkpoint of another layout, such as other ranks or another ZeRO stage, may be read.
         stop_after: Optimizer step after which this session saves and ends, before the run's length; counted from the
             run's beginning, also when it resumes.
         attach: Called once with the run, before its first step, to attach hooks: `lambda run: run.on_step_end(log)`.
@@ -86,8 +89,11 @@ def train(
             if reporter is None:
                 own: Reporter = Terminal() if world.is_main else Silent()
                 reporter = stack.enter_context(own)
-            point = begin_together(plan, world, resume=resume, held=stack, say=reporter.say)
-            return _train(plan, world, reporter, point, skips=resume == AUTO, stop_after=stop_after, attach=join)
+            point = begin_together(plan, world, resume=resume, convert=convert, held=stack, say=reporter.say)
+            skips = resume == AUTO
+            return _train(
+                plan, world, reporter, point, skips=skips, convert=convert, stop_after=stop_after, attach=join
+            )
     except BaseException:
         if world.size == 1:  # several ranks may still be in a collective, for which destroying the groups would wait
             destroy_world(world)
@@ -101,6 +107,7 @@ def _train(
     point: ResumePoint | None,
     *,
     skips: bool,
+    convert: bool,
     stop_after: int | None,
     attach: Callable[[Run], object],
 ) -> TrainResult:
@@ -108,6 +115,7 @@ def _train(
 
     Args:
         skips: Whether a damaged checkpoint is skipped for the next.
+        convert: Whether a checkpoint of another layout may be read.
     """
     if point is not None and point.is_complete:
         step, num_steps = point.state.step, point.num_steps or point.state.num_steps
@@ -137,7 +145,7 @@ def _train(
         with _build(plan, world, reporter) as run:
             reporter.say(describe_model(run, seconds=time.perf_counter() - began))
             attach(run)
-            resumed = None if point is None else _resume(run, point, reporter, skips=skips)
+            resumed = None if point is None else _resume(run, point, reporter, skips=skips, convert=convert)
             if resumed is None and skips and world.is_main:
                 set_aside(plan.output_dir)
             session = Session(run, data, tokenizer, reporter, sources=sources, stop_after=stop_after)
@@ -153,7 +161,7 @@ def _train(
         raise
 
 
-def _resume(run: Run, point: ResumePoint, reporter: Reporter, *, skips: bool) -> Path | None:
+def _resume(run: Run, point: ResumePoint, reporter: Reporter, *, skips: bool, convert: bool) -> Path | None:
     """Load the first valid checkpoint and return its folder; None if the run starts from the beginning."""
     for folder in point.folders:
         reporter.stage(f"loading {folder}")
@@ -162,7 +170,11 @@ def _resume(run: Run, point: ResumePoint, reporter: Reporter, *, skips: bool) ->
         except CheckpointError as error:
             skip_damaged(error, skips=skips, say=reporter.say)
             continue
-        restore(run, folder, say=reporter.say)
+
+        def read(done: int, total: int, folder: Path = folder) -> None:
+            reporter.stage(f"loading {folder}: {done} of {total} weights")
+
+        restore(run, folder, convert=convert, say=reporter.say, progress=read)
         reporter.say(f"resumed from {folder} at step {run.step_count}")
         return folder
     return None

@@ -19,7 +19,7 @@ from toolkit.trainer.checks import guard_output
 
 
 def begin_together(
-    plan: Plan, world: World, *, resume: str | Path | None, held: ExitStack, say: Callable[[str], None]
+    plan: Plan, world: World, *, resume: str | Path | None, convert: bool, held: ExitStack, say: Callable[[str], None]
 ) -> ResumePoint | None:
     """Lock the output folder and return where the run resumes, the same on every rank; None to start from the beginning.
 
@@ -27,6 +27,7 @@ def begin_together(
         plan: Resolved plan.
         world: All ranks; they call this together.
         resume: Checkpoint to resume from, as `toolkit.trainer.loop.train` takes it.
+        convert: Whether one of another layout may be read.
         held: Stack that releases rank 0's lock of the folder when it is closed.
         say: Called on rank 0 with a line for each checkpoint that is skipped.
 
@@ -44,7 +45,7 @@ def begin_together(
         guard_output(plan, resuming=resume is not None, overwrite=False)
         if resume is not None:
             recover(plan.output_dir)
-        return resume_point(plan, resume, say=say)
+        return resume_point(plan, resume, say=say, convert=convert)
 
     # A data file with a new time of change is read completely to see whether it is the same.
     found = run_with_heartbeat(world, lambda: on_first_rank() if world.is_main else None)

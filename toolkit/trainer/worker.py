@@ -26,13 +26,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m toolkit.trainer.worker", description=__doc__)
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
     parser.add_argument("--resume", help="checkpoint to resume from, `latest` or `auto`")
+    parser.add_argument("--no-convert", action="store_true", help="refuse a checkpoint of another layout")
     parser.add_argument("--stop-after", type=int, help="optimizer step after which this session saves and ends")
     parser.add_argument("--job", type=Path, help="job file beside which modules of the user's lie")
     parser.add_argument("--log-dir", type=Path, help="folder for a machine-readable error for the launcher")
     options = parser.parse_args(arguments)
     find_beside(options.job or options.plan)
     return run_rank(
-        lambda: Plan.load(options.plan), resume=options.resume, stop_after=options.stop_after, log_dir=options.log_dir
+        lambda: Plan.load(options.plan),
+        resume=options.resume,
+        convert=not options.no_convert,
+        stop_after=options.stop_after,
+        log_dir=options.log_dir,
     )
 
 
@@ -40,6 +45,7 @@ def run_rank(
     read_plan: Callable[[], Plan],
     *,
     resume: str | None = None,
+    convert: bool = True,
     stop_after: int | None = None,
     log_dir: Path | None = None,
 ) -> int:
@@ -48,6 +54,7 @@ def run_rank(
     Args:
         read_plan: Function that returns the plan, or raises its errors.
         resume: Checkpoint to resume from, as `toolkit.trainer.loop.train` takes it.
+        convert: Whether one of another layout may be read.
         stop_after: Optimizer step after which this session ends.
         log_dir: Folder of error files for the launcher; None prints errors on stderr.
     """
@@ -55,7 +62,7 @@ def run_rank(
     hear_of_the_launchers_end()
     with Interrupt() as interrupt:
         try:
-            code = _train(read_plan(), resume, stop_after)
+            code = _train(read_plan(), resume, convert, stop_after)
         except KeyboardInterrupt:
             code = INTERRUPTED_EXIT_CODE
         except BaseException as error:
@@ -94,14 +101,14 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _train(plan: Plan, resume: str | None, stop_after: int | None) -> int:
+def _train(plan: Plan, resume: str | None, convert: bool, stop_after: int | None) -> int:
     identity = rank_from_environment(os.environ)
     with Terminal() if identity is None or identity.rank == 0 else Silent() as reporter:
         reporter.stage("importing torch and DeepSpeed")
         # Imported here, after the arguments have been checked.
         from toolkit.trainer.loop import train
 
-        result = train(plan, resume=resume, stop_after=stop_after, reporter=reporter)
+        result = train(plan, resume=resume, convert=convert, stop_after=stop_after, reporter=reporter)
     return INTERRUPTED_EXIT_CODE if result.interrupted else 0
 
 
