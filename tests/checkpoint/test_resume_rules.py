@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_plans import tiny_plan
 
-from toolkit.checkpoint.compatibility import changes, describe_changes, layout_problems, rule_of
+from toolkit.checkpoint.compatibility import changes, describe_changes, describe_layout, layout_problems, rule_of
 from toolkit.checkpoint.resume_rules import RULES
 from toolkit.cli.keys import describe_keys
 from toolkit.deepspeed_spec.job_section import job_keys
@@ -135,20 +135,10 @@ REFUSED: dict[str, Pair] = {
         {"data": {"sources": [{"path": "a.jsonl"}]}},
         {"data": {"sources": [{"path": "a.jsonl", "weight": 2.0, "max_rows": 3}]}},
     ),
-    "cluster.gpus_per_node": ({}, {"ranks": 1, "train": {"gradient_accumulation_steps": 4}}),
-    "parallel.zero_stage": ({}, {"parallel": {"zero_stage": 1}}),
-    "parallel.strategy": (_torch("ddp"), _torch("fsdp2")),
-    "parallel.fsdp2.dp_replicate_size": tuple(
-        {"train": {"optimizer": "adamw_8bit"}, **_torch("fsdp2", fsdp2={"dp_replicate_size": size})} for size in (1, 2)
-    ),
     "train.method": ({}, {"train": {"method": "lora"}}),
     "train.optimizer": ({}, {"train": {"optimizer": "adamw_torch"}}),
-    "train.weight_decay": ({}, {"train": {"weight_decay": 0.1}}),
     "train.momentum": ({"train": SGD}, {"train": {"optimizer": "sgd"}}),
     "train.precision": ({"train": BF16}, {}),
-    "train.gradient_accumulation_dtype": tuple(
-        {"train": {**BF16, "gradient_accumulation_dtype": kind}} for kind in ("bf16", "fp32")
-    ),
     "train.sequence_length": ({}, {"train": {"sequence_length": 8}}),
     "train.seed": ({}, {"train": {"seed": 1}}),
     "train.train_batch_size": ({}, {"train": {"gradient_accumulation_steps": 1}}),
@@ -157,12 +147,21 @@ REFUSED: dict[str, Pair] = {
     "train.lora.use_rslora": (_lora(), _lora(use_rslora=True)),
     "train.lora.target_modules": (_lora(), _lora(target_modules=["q_proj"])),
     "train.lora.modules_to_save": (_lora(), _lora(modules_to_save=["lm_head"])),
+    "deepspeed.fp16.hysteresis": (FP16, {**FP16, "deepspeed": {"fp16": {"hysteresis": 4}}}),
+}
+CONVERTED: dict[str, Pair] = {
+    "cluster.gpus_per_node": ({}, {"ranks": 1, "train": {"gradient_accumulation_steps": 4}}),
+    "parallel.zero_stage": ({}, {"parallel": {"zero_stage": 1}}),
+    "parallel.strategy": (_torch("ddp"), _torch("fsdp2")),
+    "train.weight_decay": ({}, {"train": {"weight_decay": 0.1}}),
+    "train.gradient_accumulation_dtype": tuple(
+        {"train": {**BF16, "gradient_accumulation_dtype": kind}} for kind in ("bf16", "fp32")
+    ),
     "parallel.offload": ({}, {"parallel": {"offload": "optimizer-cpu"}}),
     "deepspeed.zero_optimization.round_robin_gradients": ({}, _zero(round_robin_gradients=True)),
     "deepspeed.zero_optimization.sub_group_size": tuple(
         {"parallel": {"zero_stage": 3}, **_zero(sub_group_size=size)} for size in (1000, 2000)
     ),
-    "deepspeed.fp16.hysteresis": (FP16, {**FP16, "deepspeed": {"fp16": {"hysteresis": 4}}}),
 }
 
 
@@ -196,3 +195,25 @@ def test_what_cannot_change_is_one_error_with_both_values(key: str, tmp_path: Pa
     for shown in (f"={later}", f"saved with {before}", change.rule.why, f"{change.name} to {before}"):
         assert shown in str(problem)
     assert layout_problems(now, now, tmp_path) == []
+
+
+@pytest.mark.parametrize("key", CONVERTED)
+def test_what_changes_the_layout_is_named_and_refused_only_if_none_may_be_read(key: str, tmp_path: Path) -> None:
+    then, now = _plans(CONVERTED[key])
+    assert layout_problems(now, then, tmp_path) == []
+    (change,) = [change for change in changes(now, then) if change.key == key]
+    (problem,) = layout_problems(now, then, tmp_path, convert=False)
+    for shown in (str(change), f"{change.name} to {change.then}"):
+        assert shown in str(problem)
+    assert str(change) in str(describe_layout(now, then))
+    assert str(change) not in str(describe_changes(now, then))
+
+
+def test_states_in_8_bit_of_a_ranks_own_rows_go_over_to_no_other_sharding(tmp_path: Path) -> None:
+    pair: Pair = tuple(
+        {"train": {"optimizer": "adamw_8bit"}, **_torch("fsdp2", fsdp2={"dp_replicate_size": size})} for size in (1, 2)
+    )
+    then, now = _plans(pair)
+    (problem,) = layout_problems(now, then, tmp_path)
+    assert "dp_replicate_size 1 → 2" in str(problem)
+    assert "have a scale for each 256 numbers" in str(problem)

@@ -96,11 +96,16 @@ def resume_each(rank: int, root: str, pairs: Sequence[tuple[str, str, Plan]]) ->
             with tk.initialize(plan) as run:
                 said: list[str] = []
                 tk.load(run, Path(root) / saved, say=said.append)
-                tk.save(run, Path(root) / f"{saved}-to-{name}")
+                tk.save(run, taken_over(Path(root), saved, name))
                 results[saved, name] = (steps_of(run, range(SAVED_AFTER, STEPS)), said)
         except Exception:
             results[saved, name] = traceback.format_exc()
     return results
+
+
+def taken_over(root: Path, saved: str, name: str) -> Path:
+    """Where a run of one layout has saved what it had loaded from another one's checkpoint."""
+    return root / f"{saved}-to-{name.replace('/', '-')}"
 
 
 def opened(folder: Path) -> SavedState:

@@ -114,7 +114,7 @@ def _other_layout(changed: Sequence[Change], folder: Path) -> Problem:
     return Problem(
         code="CHECKPOINT_LAYOUT",
         key=changed[0].name,
-        message=f"{folder} has another layout ({', '.join(map(str, changed))}), and --no-convert forbids reading it weight by weight",
+        message=f"{folder} has another layout ({', '.join(map(str, changed))}), and convert=False (--no-convert) forbids reading it weight by weight",
         fix=f"Leave out --no-convert, or set {_back(changed)}",
     )
 

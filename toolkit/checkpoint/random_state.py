@@ -56,16 +56,18 @@ def load_stream_state(folder: Path, ranks: Iterable[int]) -> dict[str, Any] | No
     Raises:
         CheckpointError: CHECKPOINT_UNSAFE, CHECKPOINT_DAMAGED.
     """
-    found = [(rank, _read(folder, rank).get("stream")) for rank in ranks]
-    if any(stream is None for _, stream in found):
+    first, *others = ranks
+    streams: list[Any] = [_read(folder, first).get("stream")]
+    if streams[0] is None:
         return None
+    streams += [_read(folder, rank).get("stream") for rank in others]
     try:
-        if "parts" not in found[0][1]:  # an earlier version's: each replica reads a part of its own
-            return {"num_parts": len(found), "parts": {part: stream for part, (_, stream) in enumerate(found)}}
-        parts = {part: state for _, stream in found for part, state in stream["parts"].items()}
-        return {"num_parts": found[0][1]["num_parts"], "parts": parts}
+        if "parts" not in streams[0]:  # an earlier version's: each replica reads a part of its own
+            return {"num_parts": len(streams), "parts": dict(enumerate(streams))}
+        parts = {part: state for stream in streams for part, state in stream["parts"].items()}
+        return {"num_parts": streams[0]["num_parts"], "parts": parts}
     except (LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(damaged(folder, _name(found[0][0]), f"has no position in a stream: {error!r}")) from None
+        raise CheckpointError(damaged(folder, _name(first), f"has no position in a stream: {error!r}")) from None
 
 
 def _read(folder: Path, rank: int) -> dict[str, Any]:

@@ -43,6 +43,13 @@ def train(
     resume_from_checkpoint: Annotated[
         str | None, typer.Option("--resume_from_checkpoint", "--resume-from-checkpoint", hidden=True)
     ] = None,
+    no_convert: Annotated[
+        bool,
+        typer.Option(
+            "--no-convert",
+            help="Refuse a checkpoint of other ranks, stages, strategy or offload, whose state is otherwise taken over.",
+        ),
+    ] = False,
     stop_after: Annotated[
         int | None,
         typer.Option("--stop-after", metavar="STEP", min=1, help="Save and end after this step, to resume later."),
@@ -88,6 +95,7 @@ def train(
         job=job,
         overrides=tuple(overrides or ()),
         resume=resume,
+        convert=not no_convert,
         stop_after=stop_after,
         no_export=no_export,
         as_is=as_is,
@@ -100,7 +108,14 @@ def train(
         _show(plan, call, overwrite=overwrite, as_json=as_json)
         return
     if rank:  # rank 0 alone checks and writes before all of them meet
-        leave(run_rank(lambda: startable_plan(plan, resume, alone=False)[0], resume=resume, stop_after=stop_after))
+        leave(
+            run_rank(
+                lambda: startable_plan(plan, resume, alone=False)[0],
+                resume=resume,
+                convert=call.convert,
+                stop_after=stop_after,
+            )
+        )
     with Interrupt(), hold_output(plan.output_dir):
         code = _train(plan, call, under_launcher=rank is not None, overwrite=overwrite, as_json=as_json)
     if rank is not None:
@@ -134,7 +149,7 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
         recover(plan.output_dir)
     plan, changes = startable_plan(plan, call.resume, alone=not under_launcher)
     warn(changes)
-    point = resume_point(plan, call.resume, say=say)
+    point = resume_point(plan, call.resume, say=say, convert=call.convert)
     if point is not None and point.is_complete:
         if under_launcher:  # the other ranks wait for this one
             run_rank(lambda: plan, resume=call.resume)
@@ -149,11 +164,11 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
     guard_output(plan, resuming=call.resume is not None, overwrite=overwrite)
     if under_launcher:
         plan.save(plan.output_dir / "plan.json")
-        code = run_rank(lambda: plan, resume=call.resume, stop_after=call.stop_after)
+        code = run_rank(lambda: plan, resume=call.resume, convert=call.convert, stop_after=call.stop_after)
         outcome = RunOutcome(exit_code=code, interrupted=code == INTERRUPTED_EXIT_CODE, failure=None)
     else:
         resume = str(point.folder) if point is not None and call.resume != AUTO else call.resume
-        outcome = run_workers(plan, resume=resume, stop_after=call.stop_after, job=call.job)
+        outcome = run_workers(plan, resume=resume, convert=call.convert, stop_after=call.stop_after, job=call.job)
     exported = None
     if outcome.exit_code == 0 and not call.no_export and is_finished(plan):
         exported = export_finished(plan)
@@ -161,12 +176,15 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
     return outcome.exit_code
 
 
-def run_workers(plan: Plan, *, resume: str | None, stop_after: int | None, job: Path | None = None) -> RunOutcome:
+def run_workers(
+    plan: Plan, *, resume: str | None, stop_after: int | None, convert: bool = True, job: Path | None = None
+) -> RunOutcome:
     """Start one worker per rank and wait for them to end.
 
     Args:
         resume: Checkpoint to resume from, as `toolkit.trainer.loop.train` takes it.
         stop_after: Optimizer step after which the session ends.
+        convert: Whether a checkpoint of another layout may be read.
         job: Job file, beside which modules of the user's are found.
     """
     from toolkit.artifacts.files import emit
@@ -180,6 +198,7 @@ def run_workers(plan: Plan, *, resume: str | None, stop_after: int | None, job: 
     emit(plan, plan.output_dir / "configs")
     argv = [*python_module("toolkit.trainer.worker"), "--plan", str(plan.output_dir / "plan.json")]
     argv += ["--log-dir", str(log_folder(plan)), *(["--resume", resume] if resume else [])]
+    argv += [] if convert else ["--no-convert"]
     argv += ["--stop-after", str(stop_after)] if stop_after else []
     argv += ["--job", str(job)] if job else []
     # A rank saves when asked to; after another has failed there is nothing to wait for.
@@ -200,7 +219,7 @@ def _rank() -> int | None:
 
 def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
     """Print what would run, and what would be refused."""
-    from toolkit.checkpoint.compatibility import describe_changes
+    from toolkit.checkpoint.compatibility import describe_changes, describe_layout
     from toolkit.checkpoint.resume import resume_point
     from toolkit.checkpoint.state import saved_plan
     from toolkit.trainer.checks import check_stop_after
@@ -208,7 +227,7 @@ def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
     if call.resume is not None:
         plan, changes = startable_plan(plan, call.resume)
         warn(changes)
-    point = resume_point(plan, call.resume, say=say)
+    point = resume_point(plan, call.resume, say=say, convert=call.convert)
     if point is not None and point.is_complete:
         warnings = []
     else:
@@ -229,7 +248,9 @@ def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
     print(f"would start {describe_devices(plan)} and write to {plan.output_dir}")
     if point is not None:
         print(f"would resume from {point.folder}")
-        if told := describe_changes(plan, saved_plan(point.folder)):
-            print(told)
+        saved = saved_plan(point.folder)
+        for told in (describe_changes(plan, saved), describe_layout(plan, saved)):
+            if told:
+                print(told)
     print(f"start with:  {command}")
     warn(warnings)

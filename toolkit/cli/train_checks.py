@@ -29,7 +29,9 @@ def checked_plan(job: Path, overrides: list[str] | None) -> Plan:
 
 
 def startable_plan(plan: Plan, resume: str | None = None, *, alone: bool = True) -> tuple[Plan, tuple[str, ...]]:
-    """Choose the optimizer that the job leaves open: the checkpoint's, or torch's AdamW if FusedAdam cannot be compiled.
+    """Keep a checkpoint's global batch on other ranks, and choose the optimizer that the job leaves open.
+
+    That is the checkpoint's, or torch's AdamW if FusedAdam cannot be compiled.
 
     Args:
         plan: Resolved plan.
@@ -39,6 +41,36 @@ def startable_plan(plan: Plan, resume: str | None = None, *, alone: bool = True)
     Returns:
         The plan, and messages for the user about what was changed.
     """
+    plan, kept = _with_saved_batch(plan, resume)
+    plan, changed = _with_startable_optimizer(plan, resume, alone=alone)
+    return plan, (*kept, *changed)
+
+
+def _with_saved_batch(plan: Plan, resume: str | None) -> tuple[Plan, tuple[str, ...]]:
+    """Return the plan with as many sequences in a step as the run had that it resumes, if only the ranks have changed that number."""
+    from toolkit.checkpoint.resume import candidates
+    from toolkit.checkpoint.state import saved_plan
+    from toolkit.planning.resolve import with_train_batch
+
+    for folder in candidates(plan.output_dir, resume):
+        try:
+            saved = saved_plan(folder)
+        except ToolkitError:
+            continue  # `resume_point` reports it
+        before, batch = saved.settings.batch, plan.settings.batch
+        keys = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
+        same = all(getattr(saved.job.train, key) == getattr(plan.job.train, key) for key in keys)
+        if batch.train == before.train or batch.dp_size == before.dp_size or not same:
+            return plan, ()
+        try:
+            made = with_train_batch(plan, before.train, f"that of {folder}, on {before.dp_size} data-parallel ranks")
+        except ToolkitError:
+            return plan, ()  # its ranks cannot share that batch, which `resume_point` refuses
+        return made, (f"the global batch of {folder} is kept: {made.settings.batch}",)
+    return plan, ()
+
+
+def _with_startable_optimizer(plan: Plan, resume: str | None, *, alone: bool) -> tuple[Plan, tuple[str, ...]]:
     from toolkit.checkpoint.resume import AUTO, candidates
     from toolkit.launch.build_tools import unbuildable
     from toolkit.planning.resolve import with_torch_adam

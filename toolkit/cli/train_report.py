@@ -24,6 +24,7 @@ class Call:
     job: Path
     overrides: tuple[str, ...] = ()
     resume: str | None = None
+    convert: bool = True
     stop_after: int | None = None
     no_export: bool = False
     as_is: bool = False
@@ -51,6 +52,7 @@ class Call:
             words += ["--resume_from_checkpoint", str(checkpoint)]
         words += ["--overwrite"] if overwrite else []
         words += ["--stop-after", str(self.stop_after)] if (self.stop_after or 0) > step else []
+        words += [] if self.convert else ["--no-convert"]
         words += ["--no-export"] if self.no_export else []
         words += ["--as-is"] if self.as_is else []
         return shlex.join(words)

@@ -148,3 +148,29 @@ def with_torch_adam(plan: Plan, reason: str) -> Plan:
     made = resolve_with(job, model=plan.model, gpu=plan.gpu)
     choice = Choice(key="train.optimizer", value="adamw_torch", source="derived", reason=reason)
     return replace(made, choices=(*(one for one in made.choices if one.key != choice.key), choice))
+
+
+def with_train_batch(plan: Plan, size: int, reason: str) -> Plan:
+    """Return a plan whose steps have as many sequences, with the micro batch of its job if the ranks can share them so.
+
+    Args:
+        plan: Plan whose job leaves the size open, or solves it for another number of ranks.
+        size: Sequences of a step over all ranks.
+        reason: Reason for the size, for `toolkit validate --explain`.
+
+    Raises:
+        PlanError: The ranks cannot share that number of sequences.
+    """
+    made: Plan | None = None
+    for open_keys in (("gradient_accumulation_steps",), ("gradient_accumulation_steps", "per_device_train_batch_size")):
+        update = {"train_batch_size": size, **dict.fromkeys(open_keys)}
+        job = plan.job.model_copy(update={"train": plan.job.train.model_copy(update=update)})
+        try:
+            made = resolve_with(job, model=plan.model, gpu=plan.gpu)
+            break
+        except PlanError as error:
+            failed = error
+    if made is None:
+        raise failed
+    choice = Choice(key="train.train_batch_size", value=size, source="derived", reason=reason)
+    return replace(made, choices=(*(one for one in made.choices if one.key != choice.key), choice))
