@@ -162,6 +162,41 @@ def test_a_loader_holds_the_place_of_the_step_that_was_taken(tmp_path, tokenizer
     assert seen + [step[1]["input_ids"].tolist() for step in broken] == whole
 
 
+@pytest.mark.parametrize("sizes", [(2, 1, 4), (1, 4, 2), (4, 2, 4)])
+def test_a_stream_goes_on_with_other_ranks_in_the_order_in_which_it_began(tmp_path, tokenizer, sizes):
+    """Each step has the rows of the run that never stopped, whoever reads them."""
+    train = stream(tmp_path, tokenizer, train=written(tmp_path / "a.jsonl", records(300))).train
+
+    def steps(size: int, count: int, state: Any = None) -> tuple[list[list[Any]], Any]:
+        """The rows of some steps over all ranks, and the position of all of them."""
+        found: list[list[Any]] = [[] for _ in range(count)]
+        parts: dict[int, Any] = {}
+        for rank in range(size):
+            loader = StreamLoader(
+                train,
+                collate=Collator.of(train),
+                micro_batch_size=2,
+                gradient_accumulation_steps=4 // size,
+                dp_rank=rank,
+                dp_size=size,
+                num_steps=count,
+                state=state,
+            )
+            for step, batches in enumerate(loader):
+                found[step] += [row for batch in batches for row in batch["input_ids"].tolist()]
+            parts |= loader.state()["parts"]
+        return found, {"num_parts": loader.state()["num_parts"], "parts": parts}
+
+    whole, _ = steps(sizes[0], 9)
+    seen, state = [], None
+    for size in sizes:
+        more, state = steps(size, 3, state)
+        seen += more
+    assert seen == whole
+    assert state["num_parts"] == sizes[0]
+    assert [len(step) for step in whole] == [8] * 9
+
+
 def test_sources_functions_and_formats_of_their_own(tmp_path, tokenizer):
     (tmp_path / "records_of_a_stream.py").write_text(
         "def kept(record):\n    return None if record.get('q', '').endswith('1') else record\n"

@@ -87,25 +87,27 @@ def save_each(rank: int, root: str, plans: Mapping[str, Plan]) -> dict[str, Any]
     return results
 
 
-def resume_each(rank: int, root: str, pairs: Sequence[tuple[str, str, Plan]]) -> dict[tuple[str, str], Any]:
-    """Load each checkpoint into a run of another layout, save that at once, and go on."""
-    results: dict[tuple[str, str], Any] = {}
+def resume_each(rank: int, root: str, resumed: Sequence[tuple[str, str, Plan]]) -> dict[str, Any]:
+    """Load each checkpoint, by its name, into a run of another layout, save that at once under the other name, and go on."""
+    results: dict[str, Any] = {}
     leave_group()
-    for saved, name, plan in pairs:
+    for saved, name, plan in resumed:
         try:
             with tk.initialize(plan) as run:
                 said: list[str] = []
                 tk.load(run, Path(root) / saved, say=said.append)
-                tk.save(run, taken_over(Path(root), saved, name))
-                results[saved, name] = (steps_of(run, range(SAVED_AFTER, STEPS)), said)
+                tk.save(run, Path(root) / name)
+                results[name] = (steps_of(run, range(SAVED_AFTER, STEPS)), said)
         except Exception:
-            results[saved, name] = traceback.format_exc()
+            results[name] = traceback.format_exc()
     return results
 
 
-def taken_over(root: Path, saved: str, name: str) -> Path:
-    """Where a run of one layout has saved what it had loaded from another one's checkpoint."""
-    return root / f"{saved}-to-{name.replace('/', '-')}"
+def save_and_resume(
+    rank: int, root: str, plans: Mapping[str, Plan], resumed: Sequence[tuple[str, str, Plan]]
+) -> dict[str, Any]:
+    """Both of the above in one launch."""
+    return save_each(rank, root, plans) | resume_each(rank, root, resumed)
 
 
 def opened(folder: Path) -> SavedState:
