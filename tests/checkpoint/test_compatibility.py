@@ -132,7 +132,7 @@ CANNOT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "8 bit": (
         {"parallel": {"zero_stage": 2}, "train": {"optimizer": "adamw_8bit"}},
         {"parallel": {"zero_stage": 1}, "train": {"optimizer": "adamw_8bit"}},
-        "the 8-bit states of adamw_8bit have a scale for each 256 numbers of a rank's part",
+        "8-bit states have a scale for each 256 numbers of a rank's part",
     ),
     "no fp32 copy": ({"train": {"precision": "bf16"}}, BF16_DDP, "ddp in 16 bit keeps no fp32 copy of the weights"),
     "hook": ({"parallel": HOOK}, {}, "a communication hook keeps on each rank what it has not sent yet"),

@@ -127,7 +127,10 @@ def _unconvertible(changed: Sequence[Change], plan: Plan, saved: Plan, folder: P
     devices = {device for each in both for device in (each.profile.optimizer, each.profile.parameters)}
     hooks = {each.job.parallel.ddp_options.comm_hook for each in both if each.job.parallel.strategy == "ddp"}
     reasons: Mapping[str, bool] = {
-        "the 8-bit states of adamw_8bit have a scale for each 256 numbers of a rank's part": "adamw_8bit" in optimizers,
+        "8-bit states have a scale for each 256 numbers of a rank's part": bool(
+            optimizers & {"adamw_8bit", "paged_adamw_8bit"}
+        ),
+        "schedule_free_adamw has counts of each parameter group": "schedule_free_adamw" in optimizers,
         "lion has other states under ddp and fsdp2 than under zero, and its own of each rank under fsdp2": "lion"
         in optimizers
         and strategies != ["zero", "zero"],
