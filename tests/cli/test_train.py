@@ -32,6 +32,7 @@ from train_jobs import (
     write_job,
 )
 
+import toolkit as tk
 from toolkit.artifacts.files import emit
 from toolkit.checkpoint.discovery import list_checkpoints
 from toolkit.checkpoint.manifest import verify
@@ -419,6 +420,20 @@ def test_a_run_that_is_complete_is_not_trained_further(root, whole, capsys):
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_complete_run_is_uploaded_again_unless_told_otherwise(root, whole, capsys, monkeypatch):
+    pushed = []
+    monkeypatch.setenv("HF_TOKEN", "hf_writes")
+    monkeypatch.setattr(
+        "toolkit.exporter.hub.push", lambda folder, repo, *, public: pushed.append(folder) or f"hub/{repo}"
+    )
+    argv = ["train", str(root / "whole.yaml"), "--resume", "latest", "--json", "--set", "train.push_to_hub=me/mine"]
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["hub"] == "hub/me/mine"
+    assert main([*argv, "--no-export"]) == 0
+    assert json.loads(capsys.readouterr().out)["hub"] is None
+    assert pushed == [root / "whole" / "export"]
+
+
 @pytest.mark.parametrize("damaged", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_an_export_that_is_damaged_or_missing_is_made_again(root, whole, capsys, damaged):
     out, moved = root / "whole", root / "export-aside"
@@ -545,6 +560,14 @@ def test_a_run_goes_on_from_a_checkpoint_that_is_whole(root, tmp_path, capsys):
         return capsys.readouterr().err
 
     assert f"--resume_from_checkpoint {folders[1]}" in said()
+    alone, failed = (
+        plan.job.with_("train.save_only_model=true"),
+        RunOutcome(exit_code=1, interrupted=False, failure=None),
+    )
+    report(tk.resolve(alone), failed, call=Call(job=job), exported=None, as_json=True)
+    assert json.loads(capsys.readouterr().out)["next_command"] == f"toolkit export {folders[1]}", (
+        "no run resumes from it"
+    )
     assert f"--resume_from_checkpoint {folders[0]}" in said(folders[1])
     assert f"--resume_from_checkpoint {folders[0]}" in said(folders[1] / "engine" / "a.pt", code="CHECKPOINT_UNSAFE")
     nothing = said(*folders)

@@ -13,8 +13,10 @@ import huggingface_hub
 import pytest
 from local_hub import LocalHub, served
 
+import toolkit as tk
+from toolkit.checkpoint.state import State
 from toolkit.errors import RunError
-from toolkit.exporter.hub import push
+from toolkit.exporter.hub import _figures, push
 
 WEIGHTS = bytes(range(256)) * 8
 
@@ -149,3 +151,19 @@ def test_no_token_and_no_network(hub, folder, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(folder / "none"))
     with pytest.raises(RunError, match="HUB_TOKEN"):
         push(folder, "me/mine")
+
+
+def test_a_card_has_the_losses_of_named_validation_sets(tmp_path):
+    data = {"train": "train.jsonl", "eval": {"code": "code.jsonl", "text": "text.jsonl"}}
+    job = {"model": "llama-3.2-1b", "cluster": {"gpu": "cpu"}, "train": {"max_steps": 9, "eval_steps": 2}, "data": data}
+    lines = [
+        {"step": 2, "eval_code_loss": 2.0, "eval_text_loss": 3.0},
+        {"step": 4, "eval_code_loss": 1.5, "eval_text_loss": 2.5},
+        {"step": 6, "eval_code_loss": 1.0, "eval_text_loss": 2.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    state = State(step=4, num_steps=9, saved_at=1.0, zero_stage=2, world_size=1, train_batch_size=8, versions={})
+    figures = dict(_figures(tk.resolve(tk.Job.model_validate(job)), state, tmp_path / "metrics.jsonl"))
+    assert figures["last validation loss of code"] == "1.5000", "up to the checkpoint"
+    assert figures["last validation loss of text"] == "2.5000"
+    assert "last validation loss" not in figures

@@ -83,8 +83,8 @@ def train(
 
     Example: `toolkit train job.yaml --set train.max_steps=100`
 
-    JSON keys: exit_code, interrupted, plan, log_dir, failure, checkpoint, export, hub, next_command (how to go on; null when
-    there is nothing left to do).
+    JSON keys: exit_code, interrupted, plan, log_dir, failure, checkpoint, export, hub, next_command (how to go on, or to
+    export weights alone, from which no run resumes; null when there is nothing left to do).
     """
     from toolkit.launch.output_lock import hold_output
     from toolkit.launch.signals import Interrupt

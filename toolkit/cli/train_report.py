@@ -140,7 +140,7 @@ def _pushed(plan: Plan, folder: Path) -> str | None:
 
 
 def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json: bool) -> None:
-    """Handle a resume of a finished run: report that it is finished, and write the export if it is missing."""
+    """Handle a resume of a finished run: report that it is finished, write the export if it is missing, and upload it if it is not there."""
     from toolkit.cli.launching import outcome_as_dict
     from toolkit.launch.outcome import RunOutcome
 
@@ -148,7 +148,8 @@ def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json:
     folder = plan.output_dir / "export"
     exported: Exported | None = None
     if _is_export_of(folder, point):
-        exported = Exported(folder=folder, checked=None)
+        # What the hub has already is not sent again, and makes no commit.
+        exported = Exported(folder=folder, checked=None, hub=None if no_export else _pushed(plan, folder))
     elif not no_export:
         exported = export_finished(plan, point.folder, verify_first=True)
     if as_json:
@@ -184,16 +185,16 @@ def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | 
     finished = outcome.exit_code == 0 and is_finished(plan)
     weights_alone = last is not None and plan.job.train.save_only_model
     command = None if finished or weights_alone else _next_command(plan, call, last)
+    if weights_alone and not finished:
+        command = shlex.join(["toolkit", "export", str(last)])
     if as_json:
         print_json(outcome_as_dict(plan, outcome) | _places(last, exported, command=command))
         return
     if outcome.exit_code == 0:
         _print_places(plan, last, exported)
     if weights_alone and not finished:
-        say(
-            f"{last} has weights alone, from which no run resumes. Export it with:\n  {shlex.join(['toolkit', 'export', str(last)])}"
-        )
-    if command is not None:
+        say(f"{last} has weights alone, from which no run resumes. Export it with:\n  {command}")
+    elif command is not None:
         what = f"{'Saved' if outcome.exit_code == 0 else 'The last complete checkpoint is'} {last}. Go on with:"
         none = "No other checkpoint is whole" if damaged else "Nothing was saved yet"
         say(f"{what if last else f'{none}. Start again with:'}\n  {command}")

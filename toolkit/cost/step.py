@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from toolkit.arguments import checks_arguments
-from toolkit.catalog.parameters import BackwardShares, count_parameters
+from toolkit.catalog.parameters import WHOLE, BackwardShares, count_parameters
 from toolkit.catalog.speed import CardSpeed, is_related, speed_of
 from toolkit.cost.engine import EngineTime, Links, engine_time, step_waits
 from toolkit.cost.kernels import as_run
@@ -21,6 +21,7 @@ from toolkit.memory.trace.events import MemoryTrace, Traces
 from toolkit.pipeline_schedule import build_schedule, simulate
 from toolkit.pipeline_schedule.simulate import Durations
 from toolkit.planning.plan import Plan
+from toolkit.planning.unchecked_plan import flops_per_token
 
 # Norm that joins the card's and the host's time of the passes: the host runs ahead of the card, so that of the two the
 # longer one counts, and near the balance each waits for the other now and then.
@@ -304,28 +305,17 @@ def _makespan(plan: Plan, durations: Sequence[Durations]) -> float:
 
 
 def _utilization(plan: Plan, traces: Traces, tokens_per_second: float) -> float | None:
-    """Return the operations that the job must make, as a share of the peak of all cards.
-
-    A trained parameter takes part in the product of the forward pass and in those of two gradients, a frozen one in that of its
-    input alone; the adapters' own parameters are trained.
-    """
-    gpu, model = plan.gpu, plan.model
+    """Return the operations that the job must make, as a share of the peak of all cards."""
+    gpu = plan.gpu
     peak = gpu.dense_bf16_flops_per_second or gpu.dense_fp16_flops_per_second or gpu.dense_fp32_flops_per_second
-    count = count_parameters(model.config)
-    if not peak or count is None:
-        return None
-    active = count.active - (count.embedding if count.head else 0)
-    scores = 6 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * plan.settings.sequence_length
-    products = 6 * active
+    weights = {each.name: each for trace in traces for each in trace.parameters}.values()
+    backward, adapters = WHOLE, 0
     if plan.job.train.method != "full":
-        adapters = {each.name: each.dense_numel for trace in traces for each in trace.parameters if each.trainable}
-        products = 4 * active + 6 * sum(adapters.values())
+        adapters = sum(each.dense_numel for each in weights if each.trainable)
     elif plan.job.train.freeze:
-        weights = {each.name: each for trace in traces for each in trace.parameters}
-        backward = BackwardShares.of((each.name, each.dense_numel, each.trainable) for each in weights.values())
-        products = round(2 * active * (1 + backward.inputs + backward.weights))
-        scores = round(scores * (1 + 2 * backward.layers) / 3)
-    return tokens_per_second * (products + scores) / (peak * plan.grid.world_size)
+        backward = BackwardShares.of((each.name, each.dense_numel, each.trainable) for each in weights)
+    flops = flops_per_token(plan, backward=backward, adapters=adapters)
+    return None if not peak or flops is None else tokens_per_second * flops / (peak * plan.grid.world_size)
 
 
 def _range(plan: Plan, settings: EngineSettings, *, host_bound: bool, measured: bool) -> tuple[float, float]:

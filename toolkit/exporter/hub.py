@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +168,14 @@ def _figures(plan: Plan, state: State, metrics: Path) -> list[tuple[str, str]]:
     if plan.model.num_parameters is not None:
         rows.append(("parameters", format_count(plan.model.num_parameters)))
     loss: float | None = None
-    evaluated: float | None = None
+    evaluated: dict[str, float] = {}
+    sets = {"eval_loss": "last validation loss"}
+    named = () if plan.job.data is None else plan.job.data.eval_sets
+    sets |= {f"eval_{name}_loss": f"last validation loss of {name}" for name in named}
     tokens = seconds = 0.0
     before = 0
-    for record in _records(metrics, state.step):
-        evaluated = record.get("eval_loss", evaluated)
+    for record in _records(metrics, state.step, sets):
+        evaluated |= {key: record[key] for key in sets if key in record}
         if "loss" not in record:
             continue
         loss = record["loss"]
@@ -180,8 +183,7 @@ def _figures(plan: Plan, state: State, metrics: Path) -> list[tuple[str, str]]:
         tokens, seconds, before = tokens + record["tokens_per_second"] * took, seconds + took, record["step"]
     if loss is not None:
         rows.append(("last training loss", f"{loss:.4f}"))
-    if evaluated is not None:
-        rows.append(("last validation loss", f"{evaluated:.4f}"))
+    rows += [(told, f"{evaluated[key]:.4f}") for key, told in sets.items() if key in evaluated]
     if seconds:
         rows.append(("tokens, with padding", f"{tokens:,.0f}"))
         devices = f"{plan.grid.world_size} × {plan.gpu.name}"
@@ -189,7 +191,7 @@ def _figures(plan: Plan, state: State, metrics: Path) -> list[tuple[str, str]]:
     return rows
 
 
-def _records(metrics: Path, step: int) -> Iterator[dict[str, Any]]:
+def _records(metrics: Path, step: int, sets: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the records of a run up to a step; what is not whole is skipped, as of any file that a user may edit."""
     try:
         lines = metrics.read_text(encoding="utf-8").splitlines()
@@ -198,7 +200,7 @@ def _records(metrics: Path, step: int) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-            numbers = {name: record[name] for name in ("step", "loss", "step_seconds", "tokens_per_second", "eval_loss") if record.get(name) is not None}  # fmt: skip
+            numbers = {name: record[name] for name in ("step", "loss", "step_seconds", "tokens_per_second", *sets) if record.get(name) is not None}  # fmt: skip
             if not all(isinstance(value, int | float) for value in numbers.values()) or numbers["step"] > step:
                 continue
         except (ValueError, LookupError, AttributeError, TypeError):

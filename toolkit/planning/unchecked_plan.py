@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
-from toolkit.catalog.parameters import count_lora_parameters
+from toolkit.catalog.parameters import WHOLE, BackwardShares, count_lora_parameters, count_parameters
 from toolkit.config.job import Dtype, Job
 from toolkit.deepspeed_spec.wrapper import Wrapper, optimizer_wrapper
 from toolkit.planning.offload import PROFILES, OffloadProfile
@@ -95,3 +95,28 @@ def trainable_parameters(job: Job, model: ModelSpec) -> int | None:
     if lora.rank_pattern or lora.use_dora:
         return None
     return count_lora_parameters(model.config, r=lora.r, target_modules=lora.target_modules)
+
+
+def flops_per_token(plan: UncheckedPlan, *, backward: BackwardShares = WHOLE, adapters: int = 0) -> float | None:
+    """Return the FLOPs that a plan must compute for each token, forward and backward; None if the parameters cannot be counted.
+
+    6 per trained parameter that takes part in a matrix product: one product, and those of two gradients. Frozen weights of LoRA and
+    QLoRA need no gradient of their own: 4. Of weights that `train.freeze` names neither, and below the first trained layer there is no
+    backward pass. Attention is causal: 6 × layers × heads × head size × sequence (arXiv 2204.02311, appendix B, has twice that).
+    Only the experts that a token is routed to count; recomputation does not.
+
+    Args:
+        plan: The plan.
+        backward: What of the backward pass is computed, under `train.freeze`.
+        adapters: Elements that are trained under LoRA and QLoRA.
+    """
+    model = plan.model
+    count = count_parameters(model.config)
+    if count is None:
+        return None
+    # An embedding tied to the output head takes part in a product; one that is only looked up does not.
+    active = count.active - (count.embedding if count.head else 0)
+    scores = 6 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * plan.settings.sequence_length
+    if plan.job.train.method != "full":
+        return 4 * active + 6 * adapters + scores
+    return 2 * active * (1 + backward.inputs + backward.weights) + scores * (1 + 2 * backward.layers) / 3

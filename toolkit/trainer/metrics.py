@@ -15,11 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolkit.catalog.parameters import WHOLE, BackwardShares, count_parameters
+from toolkit.catalog.parameters import WHOLE, BackwardShares
 from toolkit.checkpoint.disk import disk_errors
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.io import write_text
 from toolkit.planning.plan import Plan
+from toolkit.planning.unchecked_plan import flops_per_token
 
 METRICS = "metrics.jsonl"
 
@@ -68,10 +69,13 @@ class Meter:
             is relative to the peak of fp8, though the head, attention and experts run in bf16.
         memory: Tracker of this rank's memory peaks.
         backward: What of the backward pass is computed, under `train.freeze`.
+        adapters: Elements that are trained under LoRA and QLoRA.
     """
 
-    def __init__(self, plan: Plan, memory: PhaseMemoryTracker, *, backward: BackwardShares = WHOLE) -> None:
-        self._flops_per_token = flops_per_token(plan, backward)
+    def __init__(
+        self, plan: Plan, memory: PhaseMemoryTracker, *, backward: BackwardShares = WHOLE, adapters: int = 0
+    ) -> None:
+        self._flops_per_token = flops_per_token(plan, backward=backward, adapters=adapters)
         rate = plan.gpu.flops_per_second(plan.settings.precision)
         self._peak_flops = rate * plan.grid.world_size if rate else None
         self._memory = memory
@@ -95,28 +99,6 @@ class Meter:
     def skip(self) -> None:
         """Exclude the time since the last reading: an evaluation or a save."""
         self._start = time.perf_counter()
-
-
-def flops_per_token(plan: Plan, backward: BackwardShares = WHOLE) -> float | None:
-    """Return the FLOPs of forward and backward per token; None if the parameter count is unknown.
-
-    6 per parameter that takes part in a matrix product, and 12 × layers × heads × head size × sequence for the
-    attention scores, without the causal discount (arXiv 2204.02311, appendix B). Frozen weights of LoRA and QLoRA need no
-    weight gradient: 4 per parameter. Of weights that `train.freeze` names neither, and below the first trained layer there is
-    no backward pass. Only the experts that a token is routed to count.
-    """
-    model = plan.model
-    count = count_parameters(model.config)
-    if count is None:
-        return None
-    # An embedding tied to the output head takes part in a product; one that is only looked up does not.
-    active = count.active - (count.embedding if count.head else 0)
-    attention = (
-        12 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * plan.settings.sequence_length
-    )
-    if plan.job.train.method != "full":
-        return 4 * active + attention
-    return 2 * active * (1 + backward.inputs + backward.weights) + attention * (1 + 2 * backward.layers) / 3
 
 
 def _is_not_finite(value: Any) -> bool:

@@ -19,7 +19,7 @@ from toolkit.checkpoint.layout import checkpoint_name
 from toolkit.checkpoint.save import begin_save, prepare_copy
 from toolkit.data.prepare import PreparedData
 from toolkit.data.streaming import StreamLoader
-from toolkit.distributed.deepspeed_private import count_elements
+from toolkit.distributed.deepspeed_private import count_elements, count_parameters
 from toolkit.engine.forward_backward import MicroBatch
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
@@ -83,7 +83,7 @@ class Session:
         self.run, self.data, self.tokenizer, self.reporter = run, data, tokenizer, reporter
         self.plan = run.plan
         self.batches = run.loader(data.train)
-        self.meter = Meter(self.plan, run.memory, backward=_backward_shares(run))
+        self.meter = Meter(self.plan, run.memory, backward=_backward_shares(run), adapters=_num_trained(run))
         self.metrics: MetricsWriter | None = None
         self.written: MetricsWriter | None = None
         self.trackers: Trackers | None = None
@@ -299,6 +299,19 @@ class Session:
         run.memory.end("save")
         run.agree_to_stop()  # else a stop requested during the save would take another step and save
         self.meter.skip()
+
+
+def _num_trained(run: Run) -> int:
+    """Return the elements that are trained under LoRA and QLoRA, over tensor ranks and stages; 0 where all weights are.
+
+    Collectives:
+        With adapters one all-reduce of a number.
+    """
+    if run.plan.job.train.method == "full":
+        return 0
+    total = torch.tensor(count_parameters(run.model)[1], device=run.world.device)
+    dist.all_reduce(total)
+    return int(total) // run.world.grid.dp
 
 
 def _backward_shares(run: Run) -> BackwardShares:
