@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -75,13 +75,16 @@ class Evaluator:
         """Return whether a setting was evaluated, with whatever result."""
         return (cluster, setting) in self._known
 
-    def is_traced(self, cluster: Candidate, setting: Setting) -> bool:
-        """Return whether a setting needs no trace of its own."""
-        return _trace_of(cluster, setting) in self._traced
+    def is_traced(self, cluster: Candidate, setting: Setting, *, besides: Container[object] = ()) -> bool:
+        """Return whether a setting needs no trace of its own; `besides` are more traces, as of `trace_of`, that count as made."""
+        trace = self.trace_of(cluster, setting)
+        return trace in self._traced or trace in besides
 
-    def shares_trace(self, cluster: Candidate, setting: Setting, other: Setting) -> bool:
-        """Return whether two settings of a cluster need one trace."""
-        return _trace_of(cluster, setting) == _trace_of(cluster, other)
+    def trace_of(self, cluster: Candidate, setting: Setting) -> object:
+        """Return what a trace depends on, as far as the planner knows it."""
+        capability = (cluster.gpu.compute_capability or "").partition(".")[0]
+        split, fetches, offloads = setting.pipeline > 1, setting.stage == 3, setting.keeps_inputs_on_host
+        return capability, setting.kind, setting.micro, setting.checkpointing, split, fetches, offloads
 
     def is_refused(self, *, tensor: int, pipeline: int) -> bool:
         """Return whether a rule refuses a size of an axis."""
@@ -110,7 +113,7 @@ class Evaluator:
         case = Scenario(job=plan.job, model=plan.model, gpu=plan.gpu)
         try:
             report = self._estimator.estimate_plan(plan, case)
-            self._traced.add(_trace_of(cluster, setting))
+            self._traced.add(self.trace_of(cluster, setting))
             precision = precision_on(question.job, cluster.gpu)
             foreseen = foresee(self.shape, cluster, setting, precision, self.corrections)
             self.corrections.learn_memory(setting, foreseen, report.required_bytes)
@@ -167,10 +170,3 @@ class Evaluator:
     def _plain_bytes(self, cluster: Candidate, setting: Setting) -> float:
         precision = precision_on(self._question.job, cluster.gpu)
         return foresee(self.shape, cluster, setting, precision, Corrections()).required_bytes
-
-
-def _trace_of(cluster: Candidate, setting: Setting) -> object:
-    """Return what a trace depends on, as far as the planner knows it."""
-    capability = (cluster.gpu.compute_capability or "").partition(".")[0]
-    split, fetches, offloads = setting.pipeline > 1, setting.stage == 3, setting.keeps_inputs_on_host
-    return capability, setting.kind, setting.micro, setting.checkpointing, split, fetches, offloads

@@ -69,10 +69,11 @@ class Ranking:
                 continue
             beside: dict[tuple[int, int, float], tuple[float, float]] = {}
             for shares in group():  # from no recomputation to the most: the first that fits is the fastest
+                factor, on_host = corrections.memory_factor(shares[0]), shares[0].keeps_inputs_on_host
                 for setting in shares:
-                    activations = self._activations(setting, itemsize) * corrections.memory_factor(setting)
+                    activations = self._activations(setting, itemsize, on_host=on_host) * factor
                     taken = states + activations
-                    if taken > capacity or inputs_on_host(shape, setting, itemsize) > room:
+                    if taken > capacity or (on_host and inputs_on_host(shape, setting, itemsize) > room):
                         continue
                     alike = setting.micro, setting.accumulation, setting.checkpointing
                     if alike not in beside:
@@ -96,9 +97,10 @@ class Ranking:
         nearest: tuple[float, Setting] | None = None
         for states, room, group in self._held(cluster, precision):
             for setting in itertools.chain.from_iterable(group()):
+                on_host = setting.keeps_inputs_on_host
                 if inputs_on_host(shape, setting, itemsize) <= room:
                     factor = self._evaluator.corrections.memory_factor(setting)
-                    taken = states + self._activations(setting, itemsize) * factor
+                    taken = states + self._activations(setting, itemsize, on_host=on_host) * factor
                     if nearest is None or taken < nearest[0]:
                         nearest = taken, setting
         return None if nearest is None else nearest[1]
@@ -115,8 +117,8 @@ class Ranking:
             if room >= 0:
                 yield states, room, group
 
-    def _activations(self, setting: Setting, itemsize: int) -> float:
-        key = (*setting.kind, setting.micro, setting.checkpointing, setting.keeps_inputs_on_host, itemsize)
+    def _activations(self, setting: Setting, itemsize: int, *, on_host: bool) -> float:
+        key = setting.tensor, setting.micro, setting[6:10], on_host, itemsize  # the share, and what computes the layers
         if key not in self._activation_bytes:
             self._activation_bytes[key] = activation_bytes(self._evaluator.shape, setting, itemsize)
         return self._activation_bytes[key]

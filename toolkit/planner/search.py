@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -292,15 +292,40 @@ class Search:
     def _next_compiled(self, cluster: Candidate, best: Option) -> bool:
         return self._next(cluster, best, compiled=True, safest=False) is not None
 
-    def _next(self, cluster: Candidate, best: Option | None, *, compiled: bool, safest: bool) -> Setting | None:
-        """Return the most promising setting without exact figures, or the one that needs least; None where none is worth them."""
+    def _next(
+        self,
+        cluster: Candidate,
+        best: Option | None,
+        *,
+        compiled: bool,
+        safest: bool,
+        besides: Container[object] = (),
+    ) -> Setting | None:
+        """Return the most promising setting without exact figures, or the one that needs least; None where none is worth them.
+
+        Args:
+            cluster: The cluster.
+            best: Fastest option of it that is known so far.
+            compiled: As of `settle`.
+            safest: Whether to return the one that needs least.
+            besides: As of `Evaluator.is_traced`.
+        """
         new = self._new(cluster, compiled=compiled)
         if best is not None:
             limit = (1 - _LEAST_GAIN) * _seconds(best)
             if compiled and not best.setting.compiled and compiled_at_best(best) < limit:
                 limit = float("inf")  # arithmetic does not know what the compiler fuses; the parts of an exact time do
             new = [each for each in new if each[0].seconds < limit]
-        return self._most_promising(cluster, new, safest=safest)
+        if not new:
+            return None
+        if safest:
+            return min(new, key=lambda each: each[0].required_bytes)[1]._replace(
+                checkpointing=max(shares_recomputed(self._question))
+            )
+        least = new[0][0].seconds * _COST_OF_TRACE
+        close = [setting for foreseen, setting in new if foreseen.seconds <= least]
+        traced = (each for each in close if self._evaluator.is_traced(cluster, each, besides=besides))
+        return next(traced, close[0])
 
     def _new(self, cluster: Candidate, *, compiled: bool) -> list[tuple[Foreseen, Setting]]:
         """Return the settings of a cluster without exact figures that may fit, the fastest first."""
@@ -312,19 +337,6 @@ class Search:
             and (said is not None or setting.compiled == compiled)
             and self._evaluator.may_fit(cluster, setting)
         ]
-
-    def _most_promising(
-        self, cluster: Candidate, new: Sequence[tuple[Foreseen, Setting]], *, safest: bool
-    ) -> Setting | None:
-        if not new:
-            return None
-        if safest:
-            return min(new, key=lambda each: each[0].required_bytes)[1]._replace(
-                checkpointing=max(shares_recomputed(self._question))
-            )
-        least = new[0][0].seconds * _COST_OF_TRACE
-        close = [setting for foreseen, setting in new if foreseen.seconds <= least]
-        return next((setting for setting in close if self._evaluator.is_traced(cluster, setting)), close[0])
 
     def _promising(self, sites: dict[Candidate, tuple[Foreseen, Setting]]) -> dict[Candidate, tuple[float, float]]:
         """Return the hours and the price that are foreseen for the clusters that may still be among the best."""
@@ -381,15 +393,17 @@ class Search:
         evaluator = self._evaluator
         evaluator.trace_ahead([(cluster, setting)])
         new = self._new(cluster, compiled=compiled)
+        begun = {evaluator.trace_of(cluster, setting)}
         here: list[tuple[Candidate, Setting]] = []
         if more or best is None:
-            others = (each for _, each in new if each != setting and not evaluator.shares_trace(cluster, each, setting))
-            here = [(cluster, each) for each in others if not evaluator.is_traced(cluster, each)][:2]
+            others = (each for _, each in new if not evaluator.is_traced(cluster, each, besides=begun))
+            here = [(cluster, each) for each in others][:2]
         there = []
         for each in self._following:
-            following = self._next(each, None, compiled=False, safest=False)
-            if following is not None and not evaluator.is_traced(each, following):
+            following = self._next(each, None, compiled=False, safest=False, besides=begun)
+            if following is not None and not evaluator.is_traced(each, following, besides=begun):
                 there.append((each, following))
+                begun.add(evaluator.trace_of(each, following))
         foreseen = next((foreseen for foreseen, each in new if each == setting), None)
         fits = foreseen is not None and foreseen.required_bytes < _SURE * (cluster.gpu.memory_bytes or 0)
         pairs = itertools.zip_longest(there, here) if fits else itertools.zip_longest(here, there)
