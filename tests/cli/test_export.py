@@ -15,7 +15,7 @@ import yaml
 from hostile_files import NAMED, Calls, agree, make_hostile
 from peft import PeftModel
 from ranks import run_distributed
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from train_jobs import VOCAB_SIZE, job_values, write_inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -441,3 +441,55 @@ def test_settings_of_a_stranger_that_would_take_for_ever(root, capsys, tmp_path,
     assert problem["code"] == code
     assert f"{path}: {said}" in problem["message"]
     assert not (tmp_path / "out").exists()
+
+
+def diff(capsys, *arguments, code):
+    assert main(["checkpoint", "diff", *map(str, arguments), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def change_moment(folder: Path) -> None:
+    path = next(folder.glob("global_step4/*rank_1*optim_states.pt"))
+    state = torch.load(path, weights_only=False)
+    moments = state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    moments["exp_avg"][-1] += 0.5
+    moments["exp_avg_sq"][-1] = torch.nan
+    torch.save(state, path)
+
+
+def test_what_differs_of_two_checkpoints(root, capsys, tmp_path):
+    own = root / "tied-bf16" / "checkpoint-4"
+    changed = remade(root, "tied-bf16", tmp_path / "checkpoint-4", change_moment)
+    same = diff(capsys, own, own, code=0)
+    assert same["equal"] == {"exp_avg": 20, "exp_avg_sq": 20, "master": 20, "weight": 20}
+    assert (same["different"], same["steps"]) == ([], [4, 4])
+    found = diff(capsys, own, changed, code=1)
+    assert [(row["kind"], row["name"], row["different"]) for row in found["different"]] == [
+        ("exp_avg_sq", "model.norm.weight", 1),
+        ("exp_avg", "model.norm.weight", 1),
+    ]
+    assert found["different"][0]["largest"] is None, "no number"
+    assert found["different"][1]["largest"] == pytest.approx(0.5)
+    assert diff(capsys, own, changed, "--no-optimizer", code=0)["equal"] == {"weight": 20}
+    assert main(["checkpoint", "diff", str(own), str(changed)]) == 1
+    assert "78 tensors are equal" in capsys.readouterr().out
+
+
+def test_what_differs_of_an_export(root, capsys, tmp_path):
+    own, out = root / "tied-bf16" / "checkpoint-4", tmp_path / "out"
+    export(root, capsys, "tied-bf16/checkpoint-4", "--out", out)
+    assert diff(capsys, own, out, code=0)["equal"] == {"weight": 20}
+    export(root, capsys, "tied-bf16/checkpoint-4", "--out", out, "--overwrite", "--dtype", "fp32")
+    assert diff(capsys, out, own, code=0)["equal"] == {"weight": 20}
+    tensors = load_file(out / "model.safetensors")
+    tensors["more"] = tensors.pop("model.norm.weight")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:7].clone()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    found = diff(capsys, own, out, code=1)
+    assert (found["only_first"], found["only_second"]) == (["weight model.norm.weight"], ["weight more"])
+    assert found["different"][0]["shapes"] == [[VOCAB_SIZE, 16], [7, 16]]
+    adapter = tmp_path / "adapter"
+    export(root, capsys, "lora/checkpoint-4", "--out", adapter)
+    assert diff(capsys, root / "lora" / "checkpoint-4", adapter, code=0)["different"] == []
+    assert diff(capsys, adapter, out, code=2)["problems"][0]["code"] == "CHECKPOINT_MODEL"
+    assert diff(capsys, own, tmp_path, code=2)["problems"][0]["code"] == "CHECKPOINT_INCOMPLETE"

@@ -14,7 +14,7 @@ from toolkit.config.paths import is_folder
 from toolkit.errors import CheckError, CheckpointError
 from toolkit.units import format_bytes, format_count
 
-_GROUP = typer.Typer(no_args_is_help=True, help="List, inspect, verify and prune checkpoints.")
+_GROUP = typer.Typer(no_args_is_help=True, help="List, inspect, verify, compare and prune checkpoints.")
 
 
 def register(app: typer.Typer) -> None:
@@ -185,6 +185,69 @@ def verify_command(
         else "every size and index matches, and the checksums of the small ones; --deep compares all"
     )
     print(f"{checkpoint} is complete: {len(manifest)} files, {format_bytes(size)}, {what}")
+
+
+@_GROUP.command("diff")
+def diff_command(
+    first: Annotated[Path, typer.Argument(help="A checkpoint-STEP folder, or an export.")],
+    second: Annotated[Path, typer.Argument(help="Another one, of any layout.")],
+    optimizer: Annotated[bool, typer.Option(help="Compare the states of the optimizers too.")] = True,
+    limit: Annotated[int, typer.Option(min=1, help="Number of tensors that are shown.")] = 20,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python code of the checkpoint's model.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which tensors of two checkpoints differ, and by how much; exit code 1 if any does.
+
+    Both may be of any layout: whole tensors are compared by name, one of each in memory at a time. Beside an export, weights alone
+    are compared, under its names and in its dtype.
+
+    Example: `toolkit checkpoint diff runs/a/checkpoint-500 runs/b/checkpoint-500`
+
+    JSON keys: equal (number of tensors by kind: weight, master, states of the optimizer), different (kind, name, elements, different,
+    largest, relative, shapes), only_first, only_second, steps.
+    """
+    from toolkit.cli.export import load_exporter
+    from toolkit.modeling.lean_imports import quick_imports
+
+    for path in (first, second):
+        is_folder(path, key=str(path))
+    with quick_imports():
+        load_exporter()
+        from toolkit.reshape.compare import compare, rows
+    found = compare(first, second, optimizer=optimizer, trust_remote_code=trust_remote_code)
+    different = list(rows(found))
+    if as_json:
+        only = {"only_first": list(found.only_first), "only_second": list(found.only_second)}
+        print_json({"equal": found.num_equal, "different": different, **only, "steps": list(found.steps)})
+        raise typer.Exit(0 if found.is_equal else 1)
+    print(
+        f"{sum(found.num_equal.values())} tensors are equal: {', '.join(f'{n} {kind}' for kind, n in found.num_equal.items())}"
+    )
+    if different:
+        table = new_table(
+            ["kind", "tensor", "different", "of", "largest", "relative"],
+            right=["different", "of", "largest", "relative"],
+        )
+        for row in different[:limit]:
+            sizes = [row["different"], row["elements"], row["largest"], row["relative"]]
+            if row["shapes"] is not None:
+                sizes = ["shapes", " and ".join(map(str, row["shapes"])), None, None]
+            table.add_row(row["kind"], row["name"], *("" if each is None else _short(each) for each in sizes))
+        print_table(table)
+        if len(different) > limit:
+            print(f"and {len(different) - limit} more")
+    for folder, names in ((first, found.only_first), (second, found.only_second)):
+        if names:
+            print(f"{folder} alone has {len(names)}: {', '.join(names[:limit])}{' …' if len(names) > limit else ''}")
+    if found.steps[0] != found.steps[1]:
+        print(f"their optimizers have done {found.steps[0]} and {found.steps[1]} steps")
+    raise typer.Exit(0 if found.is_equal else 1)
+
+
+def _short(value: float | int | str) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
 
 
 @_GROUP.command("prune")
