@@ -641,8 +641,8 @@ def test_resumes_that_cannot_be(root, whole, capsys, tmp_path):
     """Before a process starts: what is there, and that it is of this job."""
     job, last = root / "whole.yaml", root / "whole" / f"checkpoint-{STEPS}"
 
-    def resume(folder: object, *sets: str) -> tuple[list[str], str]:
-        options = [word for item in sets for word in ("--set", item)]
+    def resume(folder: object, *sets: str, convert: bool = True) -> tuple[list[str], str]:
+        options = [word for item in sets for word in ("--set", item)] + ([] if convert else ["--no-convert"])
         code, lines = refused(root, capsys, job, "--resume_from_checkpoint", folder, *options)
         assert code == 2
         return codes(lines), "\n".join(lines)
@@ -656,6 +656,13 @@ def test_resumes_that_cannot_be(root, whole, capsys, tmp_path):
     assert found == ["CHECKPOINT_LAYOUT"]
     assert "warm-start" in text
     assert f"toolkit export {last}" in text
+    # One rank of the two takes over their batch, by twice the accumulation; more sequences in a step are other ones.
+    found, text = resume(last, "cluster.gpus_per_node=1", "parallel.zero_stage=3", convert=False)
+    assert found == ["CHECKPOINT_LAYOUT"]
+    assert f"warning: the global batch of {last} is kept: 8 = 2 micro × 4 accumulation × 1 data-parallel rank" in text
+    assert "(cluster.gpus_per_node × cluster.nodes 2 → 1, parallel.zero_stage 2 → 3)" in text
+    assert "Leave out --no-convert" in text
+    assert resume(last, "train.gradient_accumulation_steps=1")[0] == ["CHECKPOINT_DATA"]
     assert resume(last, "train.seed=1")[0] == ["CHECKPOINT_DATA"]
     tokenizer = root / "model" / "tokenizer.json"
     with changed(tokenizer, lambda text: text.replace(b'"id": 1', b'"id": 1 ')):

@@ -121,27 +121,12 @@ def _other_layout(changed: Sequence[Change], folder: Path) -> Problem:
 
 def _unconvertible(changed: Sequence[Change], plan: Plan, saved: Plan, folder: Path) -> list[Problem]:
     """Return why a state cannot go over to another layout bit by bit."""
-    both = (plan, saved)
-    strategies = [each.job.parallel.strategy for each in both]
-    optimizers = {each.job.train.optimizer for each in both}
-    devices = {device for each in both for device in (each.profile.optimizer, each.profile.parameters)}
-    hooks = {each.job.parallel.ddp_options.comm_hook for each in both if each.job.parallel.strategy == "ddp"}
-    reasons: Mapping[str, bool] = {
-        "8-bit states have a scale for each 256 numbers of a rank's part": bool(
-            optimizers & {"adamw_8bit", "paged_adamw_8bit"}
-        ),
-        "schedule_free_adamw has counts of each parameter group": "schedule_free_adamw" in optimizers,
-        "lion has other states under ddp and fsdp2 than under zero, and its own of each rank under fsdp2": "lion"
-        in optimizers
-        and strategies != ["zero", "zero"],
-        "a profile of NVMe has its states in swap files of its own layout": "nvme" in devices,
-        "optimizer-cpu-partial has two optimizers": any(each.profile.partial for each in both),
-        "ddp in 16 bit keeps no fp32 copy of the weights, so those of the checkpoint would be rounded": strategies[0]
-        == "ddp"
-        and strategies[1] != "ddp"
-        and plan.settings.dtype != "fp32",
-        "a communication hook keeps on each rank what it has not sent yet": bool(hooks & KEEPING_HOOKS),
-    }
+    strategies = [each.job.parallel.strategy for each in (plan, saved)]
+    rounds = strategies[0] == "ddp" != strategies[1] and plan.settings.dtype != "fp32"
+    reasons = [*inexact(plan), *inexact(saved)]
+    reasons += ["ddp in 16 bit keeps no fp32 copy of the weights, so those of the checkpoint would be rounded"] * rounds
+    if saved.job.train.optimizer == "lion" and strategies[0] != strategies[1]:
+        reasons.append("lion has other states under ddp and fsdp2 than under zero")
     return [
         Problem(
             code="CHECKPOINT_LAYOUT",
@@ -149,9 +134,24 @@ def _unconvertible(changed: Sequence[Change], plan: Plan, saved: Plan, folder: P
             message=f"{folder} has another layout ({', '.join(map(str, changed))}), to which it cannot go over exactly: {why}",
             fix=f"Set {_back(changed)} to resume, or export it (`toolkit export {folder}`) and warm-start from the export",
         )
-        for why, holds in reasons.items()
-        if holds
+        for why in dict.fromkeys(reasons)
     ]
+
+
+def inexact(plan: Plan) -> list[str]:
+    """Return why the state of a run with this plan has no exact form without its layout; empty if it has."""
+    parallel, optimizer = plan.job.parallel, plan.job.train.optimizer
+    reasons: Mapping[str, bool] = {
+        "8-bit states have a scale for each 256 numbers of a rank's part": "8bit" in optimizer,
+        "schedule_free_adamw has counts of each parameter group": optimizer == "schedule_free_adamw",
+        "lion under fsdp2 has states of each rank's own": optimizer == "lion" and parallel.strategy == "fsdp2",
+        "a profile of NVMe has its states in swap files of its own layout": "nvme"
+        in (plan.profile.optimizer, plan.profile.parameters),
+        "optimizer-cpu-partial has two optimizers": plan.profile.partial,
+        "a communication hook keeps on each rank what it has not sent yet": parallel.strategy == "ddp"
+        and parallel.ddp_options.comm_hook in KEEPING_HOOKS,
+    }
+    return [why for why, holds in reasons.items() if holds]
 
 
 def _back(changed: Sequence[Change]) -> str:

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint.compatibility import inexact
 from toolkit.checkpoint.discovery import list_checkpoints
 from toolkit.checkpoint.layout import MODEL, PROBE, RANDOM, checkpoint_name, tag_of
 from toolkit.checkpoint.manifest import (
@@ -72,13 +73,14 @@ def _sizes(manifest: dict[str, Entry]) -> dict[str, int]:
 
 def _loads(folder: Path, plan: Any, state: State) -> Iterator[str]:
     """Yield what can load a checkpoint."""
-    parallel, train = plan.job.parallel, plan.job.train
+    train = plan.job.train
     if train.save_only_model:
         yield "no resume: it has no optimizer state"
     else:
-        yield f"`toolkit train JOB --resume_from_checkpoint {folder}`"
+        where = ", with this layout" if inexact(plan) else ", on any ranks and with any strategy"
+        yield f"`toolkit train JOB --resume_from_checkpoint {folder}`{where}"
     yield f"`toolkit export {folder}`, whose folder transformers{'' if train.method == 'full' else ' and peft'} load"
-    if parallel.strategy != "zero":
+    if any((folder / tag_of(state.step)).glob("*.safetensors")):
         yield "torch's distributed checkpoint, as safetensors (HuggingFaceStorageReader)"
     elif plan.grid.size("model") == 1 and not train.save_only_model:
         yield f"DeepSpeed's load_checkpoint, on {state.world_size} rank(s) with stage {state.zero_stage}"

@@ -1,4 +1,4 @@
-"""`toolkit checkpoint`: what checkpoints a run has, what is in one, whether it is whole, and which can go."""
+"""`toolkit checkpoint`: what checkpoints a run has, what is in one, whether it is whole, which can go, and one without its layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.config.paths import is_folder
 from toolkit.errors import CheckError, CheckpointError
 from toolkit.units import format_bytes, format_count
 
-_GROUP = typer.Typer(no_args_is_help=True, help="List, inspect, verify, compare and prune checkpoints.")
+_GROUP = typer.Typer(no_args_is_help=True, help="List, inspect, verify, compare, convert and prune checkpoints.")
 
 
 def register(app: typer.Typer) -> None:
@@ -289,3 +289,54 @@ def prune_command(
         print(f"{'deleted' if yes else 'delete '} {path}: {format_bytes(size)}")
     if not yes and sizes:
         print(f"Nothing is deleted yet; --yes frees {format_bytes(sum(sizes.values()))}")
+
+
+@_GROUP.command("convert")
+def convert_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint-STEP folder, or an output_dir for its latest.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
+    max_file_size: Annotated[str, typer.Option(help="Size above which a new file begins.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of OUT.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python code that the checkpoint's model brings.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint as safetensors of whole weights, fp32 copies and optimizer states, by the names of the model.
+
+    It resumes as the checkpoint does, on any ranks and with any strategy; a resume needs no conversion. A conversion that ends early
+    leaves nothing.
+
+    Example: `toolkit checkpoint convert runs/my-job/checkpoint-500 portable/checkpoint-500`
+
+    JSON keys: folder, step, num_tensors, bytes, workers, largest_bytes (host memory is about that times workers).
+    """
+    from rich.progress import Progress
+
+    from toolkit.cli.export import parse_size
+    from toolkit.reshape.convert import convert
+    from toolkit.trainer.progress import SteadyConsole
+
+    size, console = parse_size(max_file_size), SteadyConsole(stderr=True)
+    with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
+        task = bar.add_task("tensors", total=None)
+        done = convert(
+            _checkpoint(checkpoint),
+            out,
+            max_file_bytes=size,
+            overwrite=overwrite,
+            trust_remote_code=trust_remote_code,
+            progress=lambda count, total: bar.update(task, completed=count, total=total),
+        )
+    if as_json:
+        sizes = {"bytes": done.num_bytes, "workers": done.workers, "largest_bytes": done.largest_bytes}
+        print_json({"folder": str(done.folder), "step": done.step, "num_tensors": done.num_tensors, **sizes})
+        return
+    memory = f"{done.workers} at a time, of at most {format_bytes(done.largest_bytes)}"
+    print_fields(
+        [
+            ("checkpoint", str(done.folder)),
+            ("step", str(done.step)),
+            ("tensors", f"{done.num_tensors}, {format_bytes(done.num_bytes)}; {memory}"),
+        ]
+    )

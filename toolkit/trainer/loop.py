@@ -172,7 +172,8 @@ def _resume(run: Run, point: ResumePoint, reporter: Reporter, *, skips: bool, co
             continue
 
         def read(done: int, total: int, folder: Path = folder) -> None:
-            reporter.stage(f"loading {folder}: {done} of {total} weights")
+            if 10 * done // total != 10 * (done - 1) // total:  # a line each, where output is no terminal
+                reporter.stage(f"loading {folder}: {done} of {total} weights")
 
         restore(run, folder, convert=convert, say=reporter.say, progress=read)
         reporter.say(f"resumed from {folder} at step {run.step_count}")
