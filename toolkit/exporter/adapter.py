@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,21 @@ class Weights(Protocol):
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return one whole tensor, in `dtype` if it is a floating-point one."""
+
+
+@runtime_checkable
+class PartWeights(Weights, Protocol):
+    """Tensors of which a part can be read alone."""
+
+    def read_part(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return consecutive elements of a tensor, row by row."""
+
+
+def read_part(weights: Weights, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Return elements [start, stop) of a tensor, row by row; without the others where the files have them so."""
+    if isinstance(weights, PartWeights):
+        return weights.read_part(name, start, stop, dtype)
+    return weights.read(name, dtype).reshape(-1)[start:stop]
 
 
 def is_adapted(weights: Weights) -> bool:

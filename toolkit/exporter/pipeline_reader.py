@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import CheckpointError, Problem
-from toolkit.exporter.adapter import Weights
+from toolkit.exporter.adapter import Weights, read_part
 from toolkit.exporter.zero_reader import StoredTensor
 from toolkit.modeling.safetensors_folder import some
 
@@ -47,6 +47,10 @@ class UnitedCheckpoint:
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return one whole tensor, in `dtype` if it is a floating-point one."""
         return self._stage_of[name].read(name, dtype)
+
+    def read_part(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return elements [start, stop) of a tensor, row by row."""
+        return read_part(self._stage_of[name], name, start, stop, dtype)
 
     def _unlike(self, weights: Weights) -> Iterator[str]:
         """Yield tensors whose values differ from an earlier stage's: stages share only buffers outside the layers."""

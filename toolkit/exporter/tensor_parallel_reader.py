@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import CheckpointError, Problem
-from toolkit.exporter.adapter import Weights
+from toolkit.exporter.adapter import Weights, read_part
 from toolkit.exporter.zero_reader import StoredTensor
 from toolkit.modeling.safetensors_folder import some
 from toolkit.tensor_parallel.layout import Shard
@@ -54,6 +54,12 @@ class JoinedCheckpoint:
             return self.ranks[0].read(name, dtype)
         read = partial(self._read_shard, self.tensors[name].owner, dtype)
         return join_shards(read, shard, num_ranks=len(self.ranks))
+
+    def read_part(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return elements [start, stop) of a tensor, row by row; of one that is sharded all are read."""
+        if name in self.shards:
+            return self.read(name, dtype).reshape(-1)[start:stop]
+        return read_part(self.ranks[0], name, start, stop, dtype)
 
     def _read_shard(self, name: str, dtype: torch.dtype, rank: int) -> Tensor:
         return self.ranks[rank].read(name, dtype)

@@ -146,23 +146,25 @@ class ZeroCheckpoint:
         return self._states[0]
 
     def join(self, name: str, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of a weight's shape from consecutive parts of its elements.
+        """Return a tensor of a weight's shape from consecutive parts of its elements, of which the last may be padded.
 
         Raises:
             CheckpointError: EXPORT_DAMAGED, if they do not make it whole.
         """
-        stored = self.tensors[name]
-        numel = math.prod(stored.shape)
-        held = sum(part.numel() for part in parts)
-        if held < numel:
-            raise CheckpointError(damaged_tag(self.folder, f"has {held} of the {numel} elements of {name}"))
-        joined = torch.empty(numel, dtype=dtype if parts[0].is_floating_point() else parts[0].dtype)
-        start = 0
-        for part in parts:  # the last part may be padded
-            taken = min(part.numel(), numel - start)
-            self._take(joined[start : start + taken], part[:taken])
-            start += taken
-        return joined.view(stored.shape)
+        shape = self.tensors[name].shape
+        return self.join_part(name, parts, 0, math.prod(shape), dtype).view(shape)
+
+    def join_part(self, name: str, parts: list[Tensor], start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return elements [start, stop) of what consecutive parts make whole; raises as `join`."""
+        whole, numel = _Concatenation(parts), math.prod(self.tensors[name].shape)
+        if whole.numel < numel:
+            raise CheckpointError(damaged_tag(self.folder, f"has {whole.numel} of the {numel} elements of {name}"))
+        joined = torch.empty(stop - start, dtype=dtype if parts[0].is_floating_point() else parts[0].dtype)
+        at = 0
+        for part in whole.slices(start, stop):
+            self._take(joined[at : at + part.numel()], part)
+            at += part.numel()
+        return joined
 
     def _master_fragments(self, name: str) -> Iterator[Tensor]:
         """Yield the slices of the fp32 master weight, in rank order (stages 1 and 2, and bf16 at stage 0)."""

@@ -1,8 +1,8 @@
 """Filling of a live engine, whatever its layout, with the state of a whole model.
 
-An optimizer of any engine steps flat tensors that are pieces of weights one after the other (`Flat`). Each rank reads the weights of
-its pieces, one at a time, cuts its tensor-parallel shard, and copies the piece: into the flat tensor from the fp32 copy, into the
-optimizer's states from the saved ones. The weights in training precision follow from the flat tensors, as after any step.
+An optimizer of any engine steps flat tensors that are pieces of weights one after the other (`Flat`). Each rank reads its pieces, one at
+a time, and copies them: into the flat tensor from the fp32 copy, into the optimizer's states from the saved ones. Of a weight that tensor
+ranks share it reads the whole and cuts its shard. The weights in training precision follow from the flat tensors, as after any step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from toolkit.distributed.dtensors import copy_whole, is_dtensor
 from toolkit.engine.optimizers import MuonWithAdamW
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem
-from toolkit.exporter.adapter import Weights
+from toolkit.exporter.adapter import Weights, read_part
 from toolkit.modeling.initialization import gathered
 from toolkit.pipeline_parallel.part import inner_model, stage_info
 from toolkit.planning.state_bytes import leaves_frozen_out
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 def fill(run: Run, saved: SavedState, *, progress: Progress | None = None) -> None:
     """Give a run that has done no step the weights, optimizer states and counts of a saved one.
 
-    Host memory: one whole weight, and this rank's shard of it.
+    Host memory: a piece; of a weight that tensor ranks share, or files have in parts, one whole weight and this rank's shard of it.
 
     Args:
         run: The run; all ranks call this together.
@@ -99,6 +99,12 @@ class _OwnWeights:
             )
         return found
 
+    def read_part(self, weight: nn.Parameter, weights: Weights, start: int, stop: int) -> Tensor:
+        """Return consecutive elements, row by row, of what `read` returns; a whole weight's others are not read."""
+        if self._names[weight] in self._shards:
+            return self.read(weight, weights, torch.float32).reshape(-1)[start:stop]
+        return read_part(weights, self.name(weight, weights), start, stop, torch.float32)
+
     def read(self, weight: nn.Parameter, weights: Weights, dtype: torch.dtype) -> Tensor:
         """Return what this rank has of a weight, or of numbers of its shape."""
         whole = weights.read(self.name(weight, weights), dtype)
@@ -144,11 +150,10 @@ def _fill_flat(flat: Flat, own: _OwnWeights, saved: SavedState) -> None:
 def _copy(target: Tensor, flat: Flat, own: _OwnWeights, weights: Weights) -> None:
     """Copy the pieces of a flat tensor into a tensor of its shape."""
     for piece in flat.pieces:
-        held = own.read(piece.weight, weights, torch.float32)
         if is_dtensor(target):
-            copy_whole(target, held)
+            copy_whole(target, own.read(piece.weight, weights, torch.float32))
             continue
-        taken = held.reshape(-1)[piece.start : piece.stop]
+        taken = own.read_part(piece.weight, weights, piece.start, piece.stop)
         target.data.view(-1)[piece.at : piece.at + len(taken)].copy_(taken)
 
 

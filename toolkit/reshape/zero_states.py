@@ -45,6 +45,10 @@ class PartOfState:
         """
         return self.checkpoint.join(name, self.pieces[name], dtype)
 
+    def read_part(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return elements [start, stop) of a tensor, row by row, and read no others; raises as `read`."""
+        return self.checkpoint.join_part(name, self.pieces[name], start, stop, dtype)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroStates:
@@ -154,10 +158,18 @@ def _of_stage_0(checkpoint: ZeroCheckpoint, names: Sequence[str]) -> Iterator[_P
     masters = copies or [checkpoint.module_tensor(name) for name in names]
     for number, (name, master) in enumerate(zip(names, masters, strict=True)):
         flat_states = {
-            key: value.reshape(-1) if isinstance(value, Tensor) and value.dim() else value
+            key: _flat(value) if isinstance(value, Tensor) and value.dim() else value
             for key, value in states.get(number, {}).items()
         }
-        yield _cut(name, master.reshape(-1), flat_states, 0, master.numel())
+        yield _cut(name, _flat(master), flat_states, 0, master.numel())
+
+
+def _flat(mapped: Tensor) -> Tensor:
+    """Return a mapped tensor's elements row by row; where that is a copy, with gaps: whoever reads contiguous ones gives their pages back."""
+    if mapped.is_contiguous():
+        return mapped.view(-1)
+    kept = mapped.new_empty(mapped.numel(), 2)[:, 0]
+    return kept.copy_(mapped.reshape(-1))
 
 
 def _cut(name: str, flat: Tensor, state: Mapping[str, Any], start: int, stop: int) -> _Piece:
