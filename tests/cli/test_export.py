@@ -11,22 +11,25 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from hostile_files import NAMED, Calls, agree, make_hostile
 from peft import PeftModel
 from ranks import run_distributed
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
-from train_jobs import VOCAB_SIZE, job_values, write_inputs
+from train_jobs import VOCAB_SIZE, curve, job_values, write_inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.checkpoint.manifest import read_manifest
+from toolkit.checkpoint.state import State, saved_plan
 from toolkit.cli.app import main
 from toolkit.cli.export import parse_size
 from toolkit.cli.train_report import export_finished
 from toolkit.config.job import Job
 from toolkit.errors import RunError, SpecError
 from toolkit.planning.resolve import resolve
+from toolkit.reshape.saved import open_saved
 
 pytestmark = pytest.mark.gloo
 LORA = {"method": "lora", "lora": {"r": 4, "lora_alpha": 64}}
@@ -493,3 +496,111 @@ def test_what_differs_of_an_export(root, capsys, tmp_path):
     assert diff(capsys, root / "lora" / "checkpoint-4", adapter, code=0)["different"] == []
     assert diff(capsys, adapter, out, code=2)["problems"][0]["code"] == "CHECKPOINT_MODEL"
     assert diff(capsys, own, tmp_path, code=2)["problems"][0]["code"] == "CHECKPOINT_INCOMPLETE"
+
+
+def states_of(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Whole master weights and moments of a checkpoint by kind and name."""
+    plan = saved_plan(checkpoint)
+    saved = open_saved(checkpoint, plan, State.load(checkpoint), trust_remote_code=False)
+    return {
+        kind: {name: part.read(name, torch.float32).detach() for name in part.tensors}
+        for kind, part in saved.parts.items()
+    }
+
+
+def as_plain(own: Path, folder: Path) -> None:
+    shutil.copytree(own / "global_step4", folder / "global_step4")
+    (folder / "latest").write_text("global_step4")
+
+
+def as_universal(own: Path, folder: Path) -> None:
+    tag = folder / "global_step4_universal"
+    for kind, tensors in states_of(own).items():
+        for name, value in tensors.items():
+            (tag / "zero" / name).mkdir(parents=True, exist_ok=True)
+            torch.save({"param": value}, tag / "zero" / name / f"{'fp32' if kind == 'master' else kind}.pt")
+            torch.save(torch.tensor(4.0), tag / "zero" / name / "step.pt")
+    (folder / "latest_universal").write_text(tag.name)
+
+
+def as_fsdp(own: Path, folder: Path) -> None:
+    states = states_of(own)
+    optimizer = {
+        name: {"step": torch.tensor(4.0), **{kind: states[kind][name] for kind in ("exp_avg", "exp_avg_sq")}}
+        for name in states["master"]
+    }
+    for name, content in (
+        ("pytorch_model_fsdp_0", {"model": states["master"]}),
+        ("optimizer_0", {"optimizer": {"state": optimizer, "param_groups": [{"lr": 0.1}]}}),
+    ):
+        dcp.save(content, checkpoint_id=str(folder / name), no_dist=True)
+
+
+FORMATS = {"plain": as_plain, "universal": as_universal, "fsdp": as_fsdp}
+
+
+def adopt(root, capsys, folder, out, *options, code=0):
+    job = root / "tied-bf16.yaml"
+    job.write_text(
+        yaml.safe_dump(job_values(root, "tied-bf16", **{**RUNS["tied-bf16"], "model": {"init": "pretrained"}}))
+    )
+    assert main(["checkpoint", "adopt", str(folder), str(out), "--job", str(job), "--json", *options]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_job_adopts_what_others_wrote(root, capsys, tmp_path, name):
+    own = root / "tied-bf16" / "checkpoint-4"
+    FORMATS[name](own, tmp_path / name)
+    found = adopt(root, capsys, tmp_path / name, tmp_path / "checkpoint-4")
+    assert found["step"] == 4
+    assert main(["checkpoint", "verify", str(tmp_path / "checkpoint-4"), "--deep"]) == 0
+    capsys.readouterr()
+    assert diff(capsys, own, tmp_path / "checkpoint-4", code=0)["equal"] == {
+        "exp_avg": 20,
+        "exp_avg_sq": 20,
+        "master": 20,
+        "weight": 20,
+    }
+
+
+def test_what_no_job_can_adopt(root, capsys, tmp_path):
+    own = root / "tied-bf16" / "checkpoint-4"
+    as_universal(own, tmp_path / "universal")
+    out = tmp_path / "out"
+    for path in (tmp_path / "universal").rglob("exp_avg_sq.pt"):
+        path.unlink()
+    states = adopt(root, capsys, tmp_path / "universal", out, code=2)["problems"]
+    assert "AdamW needs exp_avg, exp_avg_sq" in states[0]["message"]
+    as_plain(own, tmp_path / "plain")
+    make_hostile(next((tmp_path / "plain").rglob("*rank_1*optim_states.pt")), tmp_path / "made")
+    assert adopt(root, capsys, tmp_path / "plain", out, code=2)["problems"][0]["code"] == "CHECKPOINT_UNSAFE"
+    assert not (tmp_path / "made").exists()
+    assert "no checkpoint of another program" in adopt(root, capsys, own, out, code=2)["problems"][0]["message"]
+    assert not out.exists()
+
+
+def _go_on(rank: int, root: str, folders: dict[str, str]) -> None:
+    from toolkit.trainer.loop import train
+    from toolkit.trainer.progress import Silent
+
+    for name, folder in folders.items():
+        sections = {**RUNS["tied-bf16"], "model": {"init": "pretrained"}}
+        job = job_values(Path(root), name, **sections)
+        job["train"] |= {"max_steps": 7, "save_steps": 7}
+        train(resolve(Job.model_validate(job)), resume=Path(folder), reporter=Silent())
+
+
+@pytest.mark.full
+def test_a_run_goes_on_from_what_was_adopted(root, capsys, tmp_path):
+    """The next losses are those of the run itself."""
+    own = root / "tied-bf16" / "checkpoint-4"
+    folders = {"on-own": str(own)}
+    for name, make in FORMATS.items():
+        make(own, tmp_path / name)
+        adopt(root, capsys, tmp_path / name, tmp_path / f"{name}-adopted")
+        folders[f"on-{name}"] = str(tmp_path / f"{name}-adopted")
+    run_distributed(_go_on, 2, str(root), folders)
+    curves = {name: curve(root / name) for name in folders}
+    assert list(curves["on-own"]) == [5, 6, 7]
+    assert all(found == curves["on-own"] for found in curves.values()), curves

@@ -343,5 +343,7 @@ def _without_manifest(folder: Path) -> Problem:
         key=key,
         message=f"{folder} has no {MANIFEST}: "
         + ("another program wrote it" if tags else "it is not a complete checkpoint of the toolkit"),
-        fix="Resume from a checkpoint-STEP folder that `toolkit train` wrote",
+        fix=f"Make it one of a job's: `toolkit checkpoint adopt {folder} OUT --job JOB`; or export its weights"
+        if tags
+        else "Resume from a checkpoint-STEP folder that `toolkit train` wrote",
     )

@@ -340,3 +340,48 @@ def convert_command(
             ("tensors", f"{done.num_tensors}, {format_bytes(done.num_bytes)}; {memory}"),
         ]
     )
+
+
+@_GROUP.command("adopt")
+def adopt_command(
+    folder: Annotated[
+        Path, typer.Argument(help="A checkpoint of DeepSpeed, Trainer, Accelerate or FSDP, or a universal one.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
+    job: Annotated[Path, typer.Option("--job", help="The job that will go on from it.")],
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps done, where the folder does not say it.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of OUT.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write another program's checkpoint as one that a job resumes from: weights, fp32 copies, AdamW's moments and its count of steps.
+
+    Nothing of the folder runs. Where the job's data goes on is its own order of rows, after as many steps.
+
+    Example: `toolkit checkpoint adopt old-run/checkpoint-500 runs/my-job/checkpoint-500 --job job.yaml`
+
+    JSON keys: folder, step, num_tensors, bytes.
+    """
+    from toolkit.cli.export import load_exporter
+    from toolkit.cli.options import read_plan
+
+    plan = read_plan(job)
+    is_folder(folder, key=str(folder))
+    load_exporter()
+    from toolkit.reshape.adopt import adopt
+
+    done = adopt(folder, out, plan, step=step, overwrite=overwrite)
+    if as_json:
+        print_json(
+            {"folder": str(done.folder), "step": done.step, "num_tensors": done.num_tensors, "bytes": done.num_bytes}
+        )
+        return
+    print_fields(
+        [
+            ("checkpoint", str(done.folder)),
+            ("step", str(done.step)),
+            ("tensors", f"{done.num_tensors}, {format_bytes(done.num_bytes)}"),
+            ("go on", f"toolkit train {job} --resume_from_checkpoint {done.folder}"),
+        ]
+    )

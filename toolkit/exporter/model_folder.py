@@ -146,6 +146,14 @@ def copy_companions(
     write_json(folder / "config.json", config, sort_keys=True)
 
 
+def copy_plain(model_dir: Path, folder: Path) -> None:
+    """Copy the files of a model's configuration and tokenizer as they are."""
+    for path in sorted(model_dir.iterdir()):
+        if path.is_file() and _COMPANION.fullmatch(path.name):
+            with open_plain(model_dir, path.name) as content, (folder / path.name).open("wb") as copy:
+                shutil.copyfileobj(content, copy)
+
+
 def read_model_object(model_dir: Path, name: str) -> dict[str, Any]:
     """Read a file of a checkpoint's folder `model` that is a JSON object.
 

@@ -112,6 +112,5 @@ def names_by_model(stored: Mapping[str, object], wanted: Mapping[str, object]) -
     starts = {""}
     for key in list(wanted)[:4]:
         starts |= {name.removesuffix(key) for name in stored if name.endswith(f".{key}")}
-    starts = {start for start in starts if "optim" not in start}
     found = max(starts, key=lambda start: (sum(start + key in stored for key in wanted), -len(start)))
     return {key: found + key for key in wanted if found + key in stored}

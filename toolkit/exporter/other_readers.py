@@ -116,10 +116,11 @@ class _Chunk:
 
 @dataclass(slots=True)
 class UniversalCheckpoint:
-    """The fp32 weights of a tag in DeepSpeed's universal format, a file each.
+    """The fp32 weights of a tag in DeepSpeed's universal format, or states of the optimizer, a file each.
 
     Args:
         folder: Folder of the tag, with a folder `zero`.
+        file: Name of the files: `fp32.pt`, `exp_avg.pt` or `exp_avg_sq.pt`.
 
     Raises:
         CheckpointError: EXPORT_DAMAGED, CHECKPOINT_UNSAFE.
@@ -128,11 +129,12 @@ class UniversalCheckpoint:
     """
 
     folder: Path
+    file: str = _FP32
     tensors: dict[str, StoredTensor] = field(init=False)
     copies: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = sorted(path.parent.name for path in self.folder.glob(f"zero/*/{_FP32}"))
+        names = sorted(path.parent.name for path in self.folder.glob(f"zero/*/{self.file}"))
         trained = {path.parent.name for path in self.folder.glob("zero/*/exp_avg.pt")}
         # Further names of a tied weight come from the module in 16 bit, and have no moments.
         self.copies = frozenset(set(names) - trained if trained else ())
@@ -147,11 +149,36 @@ class UniversalCheckpoint:
         return value.to(dtype) if value.is_floating_point() else value.clone()
 
     def _read(self, name: str) -> Tensor:
-        path = f"zero/{name}/{_FP32}"
+        path = f"zero/{name}/{self.file}"
         try:
             return read_tensor(self.folder, path)
         except ValueError as error:
             raise CheckpointError(_damaged(self.folder / path, str(error))) from None
+
+
+@dataclass(slots=True)
+class StatesOfOptimizer:
+    """One state of each weight in a folder of torch's distributed checkpoint, by the name of the weight.
+
+    Args:
+        weights: Tensors of the folder, such as `optimizer.state.NAME.exp_avg`.
+        kind: Name of the state.
+    """
+
+    weights: DistributedCheckpoint
+    kind: str
+    tensors: dict[str, StoredTensor] = field(init=False)
+    copies: frozenset[str] = field(init=False, default=frozenset())
+
+    def __post_init__(self) -> None:
+        ending = f".{self.kind}"
+        self.tensors = {
+            name.removesuffix(ending): stored for name, stored in self.weights.tensors.items() if name.endswith(ending)
+        }
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return one whole tensor, in `dtype` if it is a floating-point one."""
+        return self.weights.read(f"{name}.{self.kind}", dtype)
 
 
 @dataclass(slots=True)
@@ -165,7 +192,7 @@ class OtherWeights:
         dtype: Dtype in which the model computed, if the folder says it.
     """
 
-    weights: DistributedCheckpoint | UniversalCheckpoint
+    weights: DistributedCheckpoint | UniversalCheckpoint | StatesOfOptimizer
     wanted: Mapping[str, Tensor]
     tied: Mapping[str, str]
     dtype: torch.dtype | None

@@ -88,16 +88,55 @@ def convert(
     state, plan = State.load(source), saved_plan(source)
     _check_exact(source, plan)
     saved = open_saved(source, plan, state, trust_remote_code=trust_remote_code)
-    tensors = sorted(_tensors(saved), key=lambda tensor: tensor.entry.name)  # the same files from every layout
-    workers = min(_MAX_THREADS, os.cpu_count() or 1)
-    with staged_folder(target, overwrite=overwrite) as folder:
-        tag_dir = folder / tag_of(state.step)
-        tag_dir.mkdir()
+
+    def copy_rest(folder: Path) -> None:
         for name in manifest:
             if not is_shard(name) and name not in _SCRIPTS:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 with open_plain(source, name) as content, (folder / name).open("wb") as copy:
                     shutil.copyfileobj(content, copy)
+
+    return write_whole(
+        saved,
+        plan,
+        state.step,
+        target,
+        write_rest=copy_rest,
+        max_file_bytes=max_file_bytes,
+        overwrite=overwrite,
+        progress=progress,
+    )
+
+
+def write_whole(
+    saved: SavedState,
+    plan: Plan,
+    step: int,
+    target: Path,
+    *,
+    write_rest: Callable[[Path], None],
+    max_file_bytes: int,
+    overwrite: bool,
+    progress: Progress | None,
+) -> Converted:
+    """Write a state as a complete checkpoint of whole tensors, or leave nothing.
+
+    Args:
+        saved: The state.
+        plan: Plan of the run that has it.
+        step: Its optimizer step.
+        target: Folder of the checkpoint.
+        write_rest: Writes all but the engine's files, `latest` and the manifest into a folder.
+        max_file_bytes: Size above which a new file begins, bytes.
+        overwrite: Whether to replace the contents of `target`.
+        progress: Called with tensors written and their total.
+    """
+    tensors = sorted(_tensors(saved), key=lambda tensor: tensor.entry.name)  # the same files from every layout
+    workers = min(_MAX_THREADS, os.cpu_count() or 1)
+    with staged_folder(target, overwrite=overwrite) as folder:
+        tag_dir = folder / tag_of(step)
+        tag_dir.mkdir()
+        write_rest(folder)
         entries = [tensor.entry for tensor in tensors]
         with ShardWriter(tag_dir, entries, max_file_bytes) as writer, ThreadPoolExecutor(workers) as pool:
 
@@ -111,13 +150,13 @@ def convert(
             finally:
                 pool.shutdown(cancel_futures=True)
         write_text(tag_dir / ENGINE_FILE, _record(saved, plan).model_dump_json(indent=2), sync=True)
-        write_text(folder / LATEST, tag_of(state.step), sync=True)
+        write_text(folder / LATEST, tag_of(step), sync=True)
         write_manifest(folder, hash_files(folder, list_files(folder), sync=True))
         for made in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
             sync_folder(made)
     return Converted(
         folder=target,
-        step=state.step,
+        step=step,
         num_tensors=len(tensors),
         num_bytes=sum(entry.num_bytes for entry in entries),
         workers=workers,
