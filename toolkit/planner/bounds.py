@@ -132,6 +132,10 @@ class Corrections:
             4.0, max(0.2, now * (required_bytes - other) / foreseen.activation_bytes)
         )
 
+    def knows(self, setting: Setting) -> bool:
+        """Return whether the factor of activations was learned."""
+        return _memory_key(setting) in self.memory
+
     def memory_factor(self, setting: Setting) -> float:
         """Return the factor of activations."""
         return self.memory.get(_memory_key(setting), 1.0) if self.memory else 1.0

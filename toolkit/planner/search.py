@@ -50,7 +50,7 @@ _FASTEST_FIRST, _MORE = 2, 2
 _MOST_REFUSED = 12
 # Of the user's own cluster, those with compiled layers: tracing these takes seconds.
 COMPILED_ON_OWN = 2
-# Share of a card up to which what is foreseen is taken to fit, where it only matters for what is traced ahead.
+# Share of a card up to which what is foreseen of unknown kernels is taken to fit, where it only matters for what is traced ahead.
 _SURE = 0.85
 # Share of a card beyond which a plan is compared with one of a smaller micro-batch.
 _FULL = 0.9
@@ -405,8 +405,10 @@ class Search:
                 there.append((each, following))
                 begun.add(evaluator.trace_of(each, following))
         foreseen = next((foreseen for foreseen, each in new if each == setting), None)
-        fits = foreseen is not None and foreseen.required_bytes < _SURE * (cluster.gpu.memory_bytes or 0)
-        pairs = itertools.zip_longest(there, here) if fits else itertools.zip_longest(here, there)
+        sure = 1.0 if evaluator.corrections.knows(setting) else _SURE
+        if foreseen is not None and foreseen.required_bytes < sure * (cluster.gpu.memory_bytes or 0):
+            here = []  # it is likely to fit, and no other of the cluster to be faster
+        pairs = itertools.zip_longest(here, there)
         evaluator.trace_ahead([each for pair in pairs for each in pair if each is not None])
 
     def _likely_next(self, left: dict[Candidate, tuple[float, float]], cluster: Candidate) -> list[Candidate]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import signal
@@ -19,6 +20,7 @@ from toolkit.forks import end_process, end_with, num_cores
 Question = tuple[str, tuple[Any, ...]]  # the name of a method of `LocalTracing`, and its arguments
 
 _MOST_WORKERS = 2
+_MOST_AHEAD = 4
 
 
 class ProcessEndedError(Exception):
@@ -57,13 +59,14 @@ class TraceProcess:
         self._end = weakref.finalize(self, _end, self._connections, self._child, parent)
 
     def ask(self, plain: bool, questions: Mapping[str, Question]) -> None:
-        """Ask ahead what was not asked before, by keys, the likeliest first, in place of all that was asked ahead and is not begun.
+        """Ask ahead what was not asked before, by keys, the likeliest first; what was asked ahead earlier comes after it, or never.
 
         Args:
             plain: As of `tracing.is_plain`, alike for all that this process is asked.
             questions: Questions by what stands for them.
         """
-        self._ahead = {key: (plain, question) for key, question in questions.items() if not self._is_known(key)}
+        new = {key: (plain, question) for key, question in questions.items() if not self._is_known(key)}
+        self._ahead = dict(itertools.islice((new | self._ahead).items(), max(len(new), _MOST_AHEAD)))
         with suppress(OSError, EOFError):  # `answer` finds that it has ended
             self._read(seconds=0.0)
             self._begin()

@@ -59,7 +59,7 @@ class Tracing(Protocol):
         ...
 
     def trace_ahead(self, asked: Sequence[tuple[Plan, Changes]]) -> None:
-        """Begin with traces of ranks that will be asked for, the likeliest first, in place of what was to be begun before."""
+        """Begin with traces of ranks that will be asked for, the likeliest first; what was asked for before comes after them."""
         ...
 
     def later(self, work: Callable[[], object]) -> None:
@@ -196,7 +196,7 @@ class TracingElsewhere:
         return bool(self._later)
 
     def trace_ahead(self, asked: Sequence[tuple[Plan, Changes]]) -> None:
-        """Begin with traces of ranks that will be asked for, the likeliest first, in place of what was to be begun before."""
+        """Begin with traces of ranks that will be asked for, the likeliest first; what was asked for before comes after them."""
         for plain in (True, False):
             questions = [("ranks", each) for each in asked if is_plain(each[0]) is plain]
             if questions:
