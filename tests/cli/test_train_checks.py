@@ -69,3 +69,27 @@ def test_an_open_optimizer_goes_with_the_checkpoint(without_nvcc: None, tmp_path
     save(plan)
     assert startable_plan(plan, str(folder)) == (plan, ()), "DeepSpeed's state is not torch's"
     assert startable_plan(plan, str(tmp_path / "absent")) == (plan, ()), "the check of the checkpoint says so"
+
+
+def test_other_ranks_keep_the_global_batch_of_a_checkpoint_unless_the_job_says_another(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    sizes = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
+
+    def resumed(ranks: int, **train: int | None) -> tuple[str, int]:
+        made, said = startable_plan(tiny_plan(ranks=ranks, train={"optimizer": "adamw", **train}), str(folder))
+        return str(made.settings.batch), len(said)
+
+    def saved(**train: int | None) -> None:
+        tiny_plan(ranks=2, train=train).save(folder / PLAN)
+        agree(folder)
+
+    saved()  # 8 = 2 × 2 × 2
+    assert resumed(1) == ("8 = 2 micro × 4 accumulation × 1 data-parallel rank", 1)
+    assert resumed(4) == ("8 = 2 micro × 1 accumulation × 4 data-parallel ranks", 1)
+    assert resumed(8) == ("8 = 1 micro × 1 accumulation × 8 data-parallel ranks", 1), "a smaller micro batch"
+    assert resumed(3)[1] == 0, "which the check of the checkpoint refuses"
+    assert resumed(2, gradient_accumulation_steps=1)[1] == 0, "the job says so"
+    assert resumed(4, gradient_accumulation_steps=3)[1] == 0
+    # What a job leaves open was chosen for the run that saved.
+    assert resumed(4, **dict.fromkeys(sizes)) == ("8 = 2 micro × 1 accumulation × 4 data-parallel ranks", 1)

@@ -59,7 +59,8 @@ def _with_saved_batch(plan: Plan, resume: str | None) -> tuple[Plan, tuple[str, 
             continue  # `resume_point` reports it
         before, batch = saved.settings.batch, plan.settings.batch
         keys = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
-        same = all(getattr(saved.job.train, key) == getattr(plan.job.train, key) for key in keys)
+        # What the job leaves open may have been chosen for the saved run.
+        same = all(getattr(plan.job.train, key) in (None, getattr(saved.job.train, key)) for key in keys)
         if batch.train == before.train or batch.dp_size == before.dp_size or not same:
             return plan, ()
         try:
