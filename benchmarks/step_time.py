@@ -112,8 +112,14 @@ def _parallel_rows() -> Iterator[Row]:
             own = train | {"sequence_length": 2048, "per_device_train_batch_size": 4}
             own["gradient_checkpointing"] = run["gradient_checkpointing"]
             job = {"train": own, "parallel": {"zero_stage": int(stage), "offload": offload or "none"}}
+            job["deepspeed"] = {"zero_optimization": {"overlap_comm": stage == "3"}}
             name = f"two cards, {run['case']}{', checkpointing' if run['gradient_checkpointing'] else ''}"
             groups[name].append((run["step_seconds"], ("llama-3.2-1b", 0, H200, 2, job)))
+    for run in _lines(RESULTS / "jobs-2xh200.jsonl"):
+        if run["mode"] == "toolkit":
+            own = {"max_steps": 5, **run["case"]["train"]}
+            job = {**{name: run["case"][name] for name in ("parallel", "deepspeed") if name in run["case"]}, "train": own}
+            groups[f"two cards, {run['id']}"].append((run["step_seconds"], ("llama-3.1-8b", 0, H200, 2, job)))
     for run in _lines(RESULTS / "pipeline-1xh100.jsonl"):
         _, _, case = run["case"].partition(":")
         # Of interleaved stages the slowest was not run.

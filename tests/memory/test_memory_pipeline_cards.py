@@ -1,4 +1,4 @@
-"""The estimate of pipelines against runs of `benchmarks/pipeline.py` on an H100: the peak of each rank, to the printed digit."""
+"""The estimate of pipelines against runs of `benchmarks/pipeline.py`: the peak of each rank, to the printed digit."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class P2PChannels:
         return PendingRecv(tensor=tensor, work=work)
 
     def _mailbox(self, peer: int, tensor: torch.Tensor) -> PeerMailbox | None:
-        mailbox = self._mailboxes.get(peer)
+        mailbox = self._mailboxes.get(peer)  # a batch of the caller's own may be larger than those of the plan
         return mailbox if mailbox is not None and mailbox.holds(tensor.numel() * tensor.element_size()) else None
 
     def _make_mailboxes(self, device: torch.device, max_bytes: int) -> dict[int, PeerMailbox]:
@@ -118,12 +118,12 @@ class P2PChannels:
         return made
 
     def _try(self, route: Route, number: torch.Tensor) -> None:
-        source, target, kind = route
+        source, target, _ = route
         if self._own == source:
-            self.send(number, kind, to=target)
-            self.finish()
+            work: Any = dist.isend(number, self._stages[target], group=self._groups[route])
         else:
-            self.receive((1,), kind, source=source, like=number).wait()
+            work = dist.irecv(number, self._stages[source], group=self._groups[route])
+        work.wait()
 
     def finish(self, *, but: int = 0) -> None:
         """Wait until all sent tensors, except those of the last `but` messages, may be freed."""

@@ -53,7 +53,7 @@ class PipelineForwardBackward(ScheduleRunner):
             world.rank,
             device=world.device,
             wraps=schedule.virtual_stages > 1,
-            max_bytes=plan.settings.batch.micro
+            max_bytes=max(plan.settings.batch.micro, plan.settings.per_device_eval_batch_size)
             * plan.settings.sequence_length
             * plan.model.hidden_size
             * self._like.itemsize,
