@@ -118,7 +118,10 @@ def _parallel_rows() -> Iterator[Row]:
     for run in _lines(RESULTS / "jobs-2xh200.jsonl"):
         if run["mode"] == "toolkit":
             own = {"max_steps": 5, **run["case"]["train"]}
-            job = {**{name: run["case"][name] for name in ("parallel", "deepspeed") if name in run["case"]}, "train": own}
+            job = {
+                **{name: run["case"][name] for name in ("parallel", "deepspeed") if name in run["case"]},
+                "train": own,
+            }
             groups[f"two cards, {run['id']}"].append((run["step_seconds"], ("llama-3.1-8b", 0, H200, 2, job)))
     for run in _lines(RESULTS / "pipeline-1xh100.jsonl"):
         _, _, case = run["case"].partition(":")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
+OUT_OF_TIME_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command again goes on
 
 # Characters that break lines or that terminals interpret: control characters, separators, lone surrogates and marks of
 # text direction.

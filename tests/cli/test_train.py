@@ -294,12 +294,38 @@ def test_interrupted_before_the_first_step(root):
     process = start_toolkit(root, "train", job)
     while not (root / "early" / "cache").exists() and process.poll() is None:
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGUSR1)
+    os.kill(process.pid, signal.SIGUSR2)
     _, shown = process.communicate(timeout=240)
     assert process.returncode == 130, shown
-    assert "SIGUSR1: each rank finishes its step and saves; SIGINT twice to kill them" in shown
+    assert "SIGUSR2: each rank finishes its step and saves; SIGINT twice to kill them" in shown
     assert shown.splitlines()[-2:] == ["Nothing was saved yet. Start again with:", f"  toolkit train {job}"]
     assert "Traceback" not in shown
+
+
+@pytest.mark.full
+def test_a_batch_script_can_go_on_until_the_run_is_complete(root):
+    """SIGUSR1 before the first step is nothing, and in the run it saves; a session that is out of time ends with a code of its own."""
+    job, out = (
+        write_job(root, "hours", train={"max_steps": 400, "save_steps": 10_000, "save_total_limit": 9}),
+        root / "hours",
+    )
+    command = ["train", job, "--resume", "auto", "--max-hours", "0.012", "--no-export"]
+    process = start_toolkit(root, *command)
+    while not (out / "cache").exists() and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGUSR1)
+    wait_for_step(out, 3, process)
+    os.kill(process.pid, signal.SIGUSR1)
+    _, shown = process.communicate(timeout=240)
+    assert shown.count("SIGUSR1: each rank finishes its step, saves and goes on") == 2
+    assert process.returncode == 75, shown
+    assert "the session's time is up" in shown
+    _, last = list_checkpoints(out)
+    assert shlex.split(shown.splitlines()[-1]) == ["toolkit", *map(str, command)]
+    again = run_toolkit(root, *command)
+    assert again.returncode in (0, 75), again.stderr
+    assert f"resumed from {last} at step" in again.stderr
+    assert sorted(curve(out)) == list(range(1, max(curve(out)) + 1))
 
 
 # What is refused before any process starts, and writes nothing.

@@ -160,3 +160,11 @@ def test_the_file_is_plain_json(tmp_path):
     write_worker_error(tmp_path, 0, raised(no_rows()))
     record = json.loads(error_file(tmp_path, 0).read_text())
     assert record["problems"][0]["code"] == "SOME_CODE"
+
+
+def test_a_code_by_which_ranks_end_well_is_the_runs(tmp_path):
+    both = [ended(0, 75), ended(1, 75)]
+    outcome = conclude(both, log_dir=tmp_path, interrupted=False, well={75})
+    assert (outcome.exit_code, outcome.interrupted, outcome.failure) == (75, False, None)
+    assert conclude(both, log_dir=tmp_path, interrupted=False).exit_code == 3, "a script's own code is a failure"
+    assert conclude([ended(0, 75), ended(1, -9)], log_dir=tmp_path, interrupted=False, well={75}).failure is not None

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from toolkit.launch import signals
-from toolkit.launch.signals import ASKING, Interrupt, asking, ignore_from_here
+from toolkit.launch.signals import ASKING, SAVING, Interrupt, asking, ignore_from_here
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +25,22 @@ def defaults() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", ASKING, ids=lambda number: number.name)
+def test_one_signal_asks_for_a_save_and_ends_nothing() -> None:
+    asked: list[str] = []
+    with Interrupt() as interrupt:
+        signal.raise_signal(SAVING)  # there is nothing to save yet
+        with asking(lambda: asked.append("end"), lambda: asked.append("save")):
+            signal.raise_signal(SAVING)
+            signal.raise_signal(SAVING)
+            signal.raise_signal(signal.SIGUSR2)
+    assert asked == ["save", "save", "end"]
+    assert not interrupt.came
+
+
+@pytest.mark.parametrize("number", [number for number in ASKING if number != SAVING], ids=lambda number: number.name)
 def test_a_signal_asks(number: signal.Signals) -> None:
     asked: list[int] = []
-    with asking(lambda: asked.append(1)):
+    with asking(lambda: asked.append(1), lambda: asked.append(2)):
         signal.raise_signal(number)
         signal.raise_signal(number)  # one press may arrive twice, and SLURM sends SIGTERM to every process
     assert asked == [1, 1]
@@ -44,7 +56,7 @@ def test_a_signal_asks(number: signal.Signals) -> None:
 def test_ctrl_c_once_more_ends_it_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "SAME_PRESS_SECONDS", 0.0)
     asked: list[int] = []
-    with asking(lambda: asked.append(1)):
+    with asking(lambda: asked.append(1), lambda: asked.append(2)):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # SIGINT, once, is our supervisor's word for it
             signal.raise_signal(number)
         assert asked == [1, 1, 1]
@@ -56,7 +68,7 @@ def test_a_users_own_handler_and_what_is_ignored_stay() -> None:
     heard: list[Any] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Interrupt(), asking(lambda: heard.append("asked")):
+    with Interrupt(), asking(lambda: heard.append("asked"), lambda: heard.append("save")):
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGHUP)
     assert heard == [signal.SIGUSR1]
@@ -83,7 +95,7 @@ RANK = """
 import sys, time
 from toolkit.launch.signals import asking
 asked = []
-with asking(lambda: asked.append(1)):
+with asking(lambda: asked.append(1), lambda: asked.append(1)):
     print("ready", flush=True)
     while not asked:
         time.sleep(0.01)

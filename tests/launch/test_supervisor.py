@@ -31,13 +31,14 @@ def wait_for(*ranks):
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
-from toolkit.launch.supervisor import supervise
+from toolkit.launch.supervisor import TrainerRanks, supervise
 folder = Path(sys.argv[1])
 outcome = supervise(
     [sys.executable, "-S", str(folder / "worker.py")],
     ranks=range(2),
     env_for_rank=lambda rank: {**os.environ, "RANK": str(rank), "FOLDER": str(folder)},
     log_dir=folder / "logs",
+    trainer=eval(sys.argv[2]) if sys.argv[2:] else None,
 )
 print("FAILURE", outcome.failure and outcome.failure.ended_by, flush=True)
 sys.exit(outcome.exit_code)
@@ -91,11 +92,11 @@ def start(tmp_path):
     """Starts a supervisor of two workers in a process of its own, once both workers are ready."""
     started = []
 
-    def start_with(body: str) -> subprocess.Popen[str]:
+    def start_with(body: str, trainer: str = "None") -> subprocess.Popen[str]:
         worker(tmp_path, body)
         path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
         process = subprocess.Popen(
-            [sys.executable, "-c", SUPERVISOR, str(tmp_path)],
+            [sys.executable, "-c", SUPERVISOR, str(tmp_path), trainer],
             env={**os.environ, "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -275,6 +276,36 @@ def test_one_press_that_arrives_twice_is_one(tmp_path, start):
         if saved.exists():
             break
     assert saved.read_text() == "saved"
+
+
+LISTENS = """
+def save(number, frame):
+    with (folder / f"saved-{rank}").open("a") as file: file.write("saved")
+signal.signal(signal.SIGUSR1, save)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+ready()
+while True: time.sleep(300)
+"""
+
+
+def test_ranks_of_training_are_asked_to_save_and_then_have_so_many_seconds_to_end(tmp_path, start):
+    supervisor = start(LISTENS, trainer="TrainerRanks(asked_seconds=0.5)")
+    for number in range(1, 3):
+        supervisor.send_signal(signal.SIGUSR1)
+        give_up = time.monotonic() + 60
+        while any(
+            not (path := tmp_path / f"saved-{rank}").exists() or path.read_text() != "saved" * number for rank in (0, 1)
+        ):
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        time.sleep(0.4)  # the same signal within a moment is one press
+    assert supervisor.poll() is None
+    supervisor.send_signal(signal.SIGTERM)
+    output, told = supervisor.communicate(timeout=100)
+    assert (supervisor.returncode, "FAILURE None" in output) == (130, True)
+    assert told.count("SIGUSR1: each rank finishes its step, saves and goes on") == 2
+    assert all_gone(*(pid_in(tmp_path / f"ready-{rank}") for rank in range(2)))
 
 
 STUBBORN = """

@@ -53,7 +53,9 @@ def test_peak_and_host_memory_are_those_of_the_run(estimator, tmp_path, case, ch
 
 
 JOBS = [
-    json.loads(line) for line in (RESULTS / "jobs-2xh200.jsonl").read_text(encoding="utf-8").splitlines() if '"toolkit"' in line
+    json.loads(line)
+    for line in (RESULTS / "jobs-2xh200.jsonl").read_text(encoding="utf-8").splitlines()
+    if '"toolkit"' in line
 ]
 
 

@@ -34,6 +34,8 @@ def _run(
     resume: str | None = None,
     stop_after: int | None = None,
     told: Told | None = None,
+    max_hours: float | None = None,
+    signal_seconds: float | None = None,
     **sections: Any,
 ) -> Any:
     """Trains a job; gives its result, or its codes."""
@@ -41,7 +43,8 @@ def _run(
     told = told or Told()
     try:
         folder = resume if resume in (None, "auto", "latest") else root / name / resume
-        return train(plan, resume=folder, stop_after=stop_after, reporter=told)
+        limits: Any = {"stop_after": stop_after, "max_hours": max_hours, "signal_seconds": signal_seconds}
+        return train(plan, resume=folder, **limits, reporter=told)
     except ToolkitError as error:
         return error.codes
     finally:
@@ -53,19 +56,26 @@ def _run(
 class Told(Silent):
     """Keeps what a person would read; a signal comes while one rank writes a line that begins so, or the record of a step."""
 
-    def __init__(self, *, rank: int = 0, line: str | None = None, step: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        line: str | None = None,
+        step: int | None = None,
+        number: signal.Signals = signal.SIGTERM,
+    ) -> None:
         self.lines: list[str] = []
-        self._line, self._step = line, step
+        self._line, self._step, self._number = line, step, number
         self._hears = rank == torch.distributed.get_rank() if line or step else False
 
     def say(self, text: str) -> None:
         self.lines.append(text)
         if self._hears and self._line is not None and text.startswith(self._line):
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR2)
 
     def update(self, record: dict[str, Any]) -> None:
         if self._hears and record["step"] == self._step:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(self._number)
 
 
 def _flip(path: Path) -> None:
@@ -250,6 +260,10 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     results["in-save"] = _run(root, "in-save", told=Told(rank=1, line="saved "))
     held = {"data": {"validation_fraction": 0.25}, "train": {"eval_steps": 3}}
     results["in-eval"] = _run(root, "in-eval", told=Told(step=3), **held)
+    rare = {"save_steps": 100}
+    results["asked"] = _run(root, "asked", told=Told(rank=1, step=3, number=signal.SIGUSR1), train=rare)
+    results["hours"] = [_run(root, "hours", max_hours=1e-6, train=rare), _run(root, "hours", resume="auto", train=rare)]
+    results["no time"] = _run(root, "no time", told=Told(step=6), signal_seconds=1e-6, train={"save_async": True})
     results["apart"] = _apart(root)
     windows = {"logging_steps": 3, "weight_decay": 0.1, "callbacks": ["hooks_of_the_loop_test:Counts"]}
     results["windows"] = _run(root, "windows", train=windows)
@@ -311,6 +325,31 @@ def test_the_stages_agree(root: Path, results: dict[str, Any], others: dict[str,
         curve(root / "whole-2").values(), curve(root / "whole-3").values(), strict=True
     ):
         assert math.isclose(second, third, rel_tol=1e-4)
+
+
+def test_a_run_that_is_asked_saves_and_goes_on(root: Path, results: dict[str, Any]) -> None:
+    assert (results["asked"].step, results["asked"].interrupted) == (8, False)
+    assert [path.name for path in list_checkpoints(root / "asked")] == ["checkpoint-4", "checkpoint-8"], "once"
+
+
+def test_a_session_saves_and_ends_before_its_time_is_up(root: Path, results: dict[str, Any]) -> None:
+    first, second = results["hours"]
+    assert (first.step, first.out_of_time, first.interrupted) == (1, True, False)
+    assert first.checkpoint == root / "hours" / "checkpoint-1"
+    assert (second.step, second.out_of_time) == (8, False)
+    assert "resumed from" in (root / "hours.log").read_text()
+    assert (
+        "step 1: the session's time is up; the same command with --resume goes on" in (root / "hours.log").read_text()
+    )
+
+
+def test_what_cannot_be_saved_before_the_kill_is_left_out(root: Path, results: dict[str, Any]) -> None:
+    """The checkpoint that was being written is completed; none is begun."""
+    result = results["no time"]
+    assert (result.step, result.interrupted) == (7, True)
+    assert result.checkpoint == root / "no time" / "checkpoint-4"
+    assert [path.name for path in list_checkpoints(root / "no time")] == ["checkpoint-4"]
+    assert "step 7: a save takes longer than is left of" in (root / "no time.log").read_text()
 
 
 def test_nothing_left_to_do(root: Path, results: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from toolkit.launch.environment import PLAN_VARIABLE
 from toolkit.launch.local import LOGS, check_one_node, launch_local
 from toolkit.launch.outcome import RunOutcome
 from toolkit.launch.output_lock import hold_output
-from toolkit.launch.supervisor import GRACE_SECONDS, WHEN_ASKED
+from toolkit.launch.supervisor import GRACE_SECONDS, WHEN_ASKED, TrainerRanks
 from toolkit.planning.plan import Plan
 
 
@@ -25,7 +25,12 @@ def log_folder(plan: Plan) -> Path:
 
 
 def run_on_this_node(
-    plan: Plan, argv: Sequence[str], *, when_asked: str = WHEN_ASKED, grace_seconds: float = GRACE_SECONDS
+    plan: Plan,
+    argv: Sequence[str],
+    *,
+    when_asked: str = WHEN_ASKED,
+    grace_seconds: float = GRACE_SECONDS,
+    trainer: TrainerRanks | None = None,
 ) -> RunOutcome:
     """Run one process per rank and wait for all of them.
 
@@ -35,6 +40,7 @@ def run_on_this_node(
         argv: Command line of a rank, the same for each.
         when_asked: What a rank does at Ctrl-C, as printed.
         grace_seconds: Seconds that a rank has to end after another has failed.
+        trainer: What the ranks do if they are those of `toolkit train`.
 
     Raises:
         PlanError: OUTPUT_PATH, OUTPUT_WRITE.
@@ -54,6 +60,7 @@ def run_on_this_node(
             extra_environment={PLAN_VARIABLE: str(plan_file)},
             when_asked=when_asked,
             grace_seconds=grace_seconds,
+            trainer=trainer,
         )
 
 

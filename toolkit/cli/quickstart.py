@@ -55,6 +55,7 @@ def quickstart(
     from toolkit.cli.train import run_workers
     from toolkit.cli.train_checks import check_start, checked_plan, startable_plan
     from toolkit.cli.train_report import Call, report
+    from toolkit.trainer.limits import Limits
     from toolkit.trainer.progress import describe_devices
 
     plan, changes = startable_plan(checked_plan(job, None))
@@ -66,11 +67,11 @@ def quickstart(
     )
     warn(changes)
     _say(3, f"training {FIRST_SESSION} of {STEPS} steps", as_json)
-    outcome = run_workers(plan, resume=None, stop_after=FIRST_SESSION)
+    outcome = run_workers(plan, resume=None, limits=Limits(stop_after=FIRST_SESSION))
     if outcome.exit_code == 0:
         checkpoint = plan.output_dir / f"checkpoint-{FIRST_SESSION}"
         _say(4, f"resuming from {checkpoint}", as_json)
-        outcome = run_workers(plan, resume=str(checkpoint), stop_after=None)
+        outcome = run_workers(plan, resume=str(checkpoint), limits=Limits())
     if outcome.exit_code != 0:
         report(plan, outcome, call=Call(job=job), exported=None, as_json=as_json)
         raise typer.Exit(outcome.exit_code)

@@ -13,13 +13,14 @@ from toolkit.cli.summary import plan_fields
 from toolkit.cli.train_checks import check_dry_run, check_start, checked_plan, startable_plan
 from toolkit.cli.train_plan import fastest_plan
 from toolkit.cli.train_report import Call, complete_line, export_finished, finish_complete, is_finished, report
-from toolkit.errors import INTERRUPTED_EXIT_CODE
+from toolkit.errors import INTERRUPTED_EXIT_CODE, OUT_OF_TIME_EXIT_CODE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from toolkit.launch.outcome import RunOutcome
     from toolkit.planning.plan import Plan
+    from toolkit.trainer.limits import Limits
 
 
 def register(app: typer.Typer) -> None:
@@ -54,6 +55,24 @@ def train(
         int | None,
         typer.Option("--stop-after", metavar="STEP", min=1, help="Save and end after this step, to resume later."),
     ] = None,
+    max_hours: Annotated[
+        float | None,
+        typer.Option(
+            "--max-hours",
+            metavar="HOURS",
+            min=0.001,
+            help="Save and end, with exit code 75, before so many hours have passed.",
+        ),
+    ] = None,
+    save_on_signal: Annotated[
+        float | None,
+        typer.Option(
+            "--save-on-signal",
+            metavar="SECONDS",
+            min=0.1,
+            help="Time from a signal to end to the kill that follows, as on a spot instance: what cannot be saved within it is left out.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and show what would run, without starting it.")
     ] = False,
@@ -77,8 +96,8 @@ def train(
 
     On cards, what the job leaves open is chosen first: the fastest settings that fit them and keep its numbers.
 
-    Ctrl-C, or SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 from a scheduler, ends the current step, saves a checkpoint and shows how
-    to go on. Under torchrun, `deepspeed` or `accelerate launch` this command is one of their ranks. One run at a time has an
+    Ctrl-C, or SIGTERM, SIGHUP or SIGUSR2 from a scheduler, ends the current step, saves a checkpoint and shows how
+    to go on; SIGUSR1 saves one and goes on. Under torchrun, `deepspeed` or `accelerate launch` this command is one of their ranks. One run at a time has an
     output_dir.
 
     Example: `toolkit train job.yaml --set train.max_steps=100`
@@ -97,9 +116,12 @@ def train(
         resume=resume,
         convert=not no_convert,
         stop_after=stop_after,
+        max_hours=max_hours,
+        save_on_signal=save_on_signal,
         no_export=no_export,
         as_is=as_is,
     )
+    limits = call.limits()
     plan = checked_plan(job, overrides)
     rank = _rank()
     if rank is None and not as_is:
@@ -113,11 +135,11 @@ def train(
                 lambda: startable_plan(plan, resume, alone=False)[0],
                 resume=resume,
                 convert=call.convert,
-                stop_after=stop_after,
+                limits=limits,
             )
         )
     with Interrupt(), hold_output(plan.output_dir):
-        code = _train(plan, call, under_launcher=rank is not None, overwrite=overwrite, as_json=as_json)
+        code = _train(plan, call, limits, under_launcher=rank is not None, overwrite=overwrite, as_json=as_json)
     if rank is not None:
         leave(code)
     raise typer.Exit(code)
@@ -135,7 +157,7 @@ def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overw
     return named
 
 
-def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_json: bool) -> int:
+def _train(plan: Plan, call: Call, limits: Limits, *, under_launcher: bool, overwrite: bool, as_json: bool) -> int:
     """Train, export and report, as this machine's launcher or as rank 0 of another; return the exit code."""
     from toolkit.checkpoint.discovery import recover, remove_leftovers
     from toolkit.checkpoint.resume import AUTO, resume_point
@@ -164,11 +186,11 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
     guard_output(plan, resuming=call.resume is not None, overwrite=overwrite)
     if under_launcher:
         plan.save(plan.output_dir / "plan.json")
-        code = run_rank(lambda: plan, resume=call.resume, convert=call.convert, stop_after=call.stop_after)
+        code = run_rank(lambda: plan, resume=call.resume, convert=call.convert, limits=limits)
         outcome = RunOutcome(exit_code=code, interrupted=code == INTERRUPTED_EXIT_CODE, failure=None)
     else:
         resume = str(point.folder) if point is not None and call.resume != AUTO else call.resume
-        outcome = run_workers(plan, resume=resume, convert=call.convert, stop_after=call.stop_after, job=call.job)
+        outcome = run_workers(plan, resume=resume, convert=call.convert, limits=limits, job=call.job)
     exported = None
     if outcome.exit_code == 0 and not call.no_export and is_finished(plan):
         exported = export_finished(plan)
@@ -177,13 +199,13 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
 
 
 def run_workers(
-    plan: Plan, *, resume: str | None, stop_after: int | None, convert: bool = True, job: Path | None = None
+    plan: Plan, *, resume: str | None, limits: Limits, convert: bool = True, job: Path | None = None
 ) -> RunOutcome:
     """Start one worker per rank and wait for them to end.
 
     Args:
         resume: Checkpoint to resume from, as `toolkit.trainer.loop.train` takes it.
-        stop_after: Optimizer step after which the session ends.
+        limits: What ends the session before its run.
         convert: Whether a checkpoint of another layout may be read.
         job: Job file, beside which modules of the user's are found.
     """
@@ -191,6 +213,7 @@ def run_workers(
     from toolkit.checkpoint.discovery import remove_leftovers
     from toolkit.cli.launching import log_folder, run_on_this_node
     from toolkit.launch.environment import python_module
+    from toolkit.launch.supervisor import TrainerRanks
     from toolkit.trainer.progress import describe_devices
 
     others = "" if plan.grid.world_size == 1 else f"; the other ranks write to {log_folder(plan)}"
@@ -199,10 +222,16 @@ def run_workers(
     argv = [*python_module("toolkit.trainer.worker"), "--plan", str(plan.output_dir / "plan.json")]
     argv += ["--log-dir", str(log_folder(plan)), *(["--resume", resume] if resume else [])]
     argv += [] if convert else ["--no-convert"]
-    argv += ["--stop-after", str(stop_after)] if stop_after else []
+    argv += limits.arguments()
     argv += ["--job", str(job)] if job else []
     # A rank saves when asked to; after another has failed there is nothing to wait for.
-    outcome = run_on_this_node(plan, argv, when_asked="each rank finishes its step and saves", grace_seconds=0.0)
+    outcome = run_on_this_node(
+        plan,
+        argv,
+        when_asked="each rank finishes its step and saves",
+        grace_seconds=0.0,
+        trainer=TrainerRanks(exit_codes=frozenset({OUT_OF_TIME_EXIT_CODE}), asked_seconds=limits.signal_seconds),
+    )
     if outcome.exit_code != 0:
         # No worker lives any more; a partial checkpoint may fill the disk.
         remove_leftovers(plan.output_dir)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from toolkit.checkpoint.resume import ResumePoint
     from toolkit.launch.outcome import RunOutcome
     from toolkit.planning.plan import Plan
+    from toolkit.trainer.limits import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,16 @@ class Call:
     resume: str | None = None
     convert: bool = True
     stop_after: int | None = None
+    max_hours: float | None = None
+    save_on_signal: float | None = None
     no_export: bool = False
     as_is: bool = False
+
+    def limits(self) -> Limits:
+        """Return the limits of the session, which begins now."""
+        from toolkit.trainer.limits import Limits
+
+        return Limits.of(stop_after=self.stop_after, max_hours=self.max_hours, signal_seconds=self.save_on_signal)
 
     def warnings(self, plan: Plan) -> list[str]:
         """Return what a plan asks for and the command's options prevent."""
@@ -53,6 +62,8 @@ class Call:
         words += ["--overwrite"] if overwrite else []
         words += ["--stop-after", str(self.stop_after)] if (self.stop_after or 0) > step else []
         words += [] if self.convert else ["--no-convert"]
+        words += ["--max-hours", f"{self.max_hours:g}"] if self.max_hours else []
+        words += ["--save-on-signal", f"{self.save_on_signal:g}"] if self.save_on_signal else []
         words += ["--no-export"] if self.no_export else []
         words += ["--as-is"] if self.as_is else []
         return shlex.join(words)

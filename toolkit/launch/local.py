@@ -12,7 +12,7 @@ from toolkit.launch.environment import Backend, worker_environment
 from toolkit.launch.nvme import check_nvme, nvme_folder_of
 from toolkit.launch.outcome import RunOutcome, rank_name
 from toolkit.launch.ports import check_port, free_port
-from toolkit.launch.supervisor import GRACE_SECONDS, WHEN_ASKED, supervise
+from toolkit.launch.supervisor import GRACE_SECONDS, WHEN_ASKED, TrainerRanks, supervise
 from toolkit.planning.plan import Plan
 
 LOGS = "logs"
@@ -26,6 +26,7 @@ def launch_local(
     extra_environment: Mapping[str, str] | None = None,
     when_asked: str = WHEN_ASKED,
     grace_seconds: float = GRACE_SECONDS,
+    trainer: TrainerRanks | None = None,
 ) -> RunOutcome:
     """Run one process per rank of a one-node plan, in the environment that the plan needs, until all have ended.
 
@@ -36,6 +37,7 @@ def launch_local(
         extra_environment: Variables in addition to the worker's own.
         when_asked: What a worker does at Ctrl-C, as `supervise` prints it.
         grace_seconds: Seconds between SIGTERM and SIGKILL after a rank has failed.
+        trainer: What the workers do if they are those of `toolkit train`.
 
     Raises:
         RunError: LAUNCH_NODES for a plan of several nodes; LAUNCH_CARDS; PORT_IN_USE; NVME_FOLDER, NVME_DIRECT, NVME_SPACE,
@@ -54,6 +56,7 @@ def launch_local(
             when_asked=when_asked,
             grace_seconds=grace_seconds,
             name_of=plan.grid.describe_rank,
+            trainer=trainer,
         )
 
 
@@ -67,6 +70,7 @@ def launch_ranks(
     extra_environment: Mapping[str, str] | None = None,
     when_asked: str = WHEN_ASKED,
     grace_seconds: float = GRACE_SECONDS,
+    trainer: TrainerRanks | None = None,
     name_of: Callable[[int], str] = rank_name,
 ) -> RunOutcome:
     """Run one process per rank on this machine until all have ended.
@@ -80,6 +84,7 @@ def launch_ranks(
         extra_environment: Variables in addition to the worker's own.
         when_asked: What a worker does at Ctrl-C, as `supervise` prints it.
         grace_seconds: Seconds between SIGTERM and SIGKILL after a rank has failed.
+        trainer: What the workers do if they are those of `toolkit train`.
         name_of: Function that names a rank in messages.
 
     Raises:
@@ -109,6 +114,7 @@ def launch_ranks(
         grace_seconds=grace_seconds,
         when_asked=when_asked,
         name_of=name_of,
+        trainer=trainer,
     )
 
 

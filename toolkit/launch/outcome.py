@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +107,7 @@ class RunOutcome:
     """The outcome of a run.
 
     Args:
-        exit_code: 0 success, 130 interrupted, 3 failed, or that of the ToolkitError that ended the first rank.
+        exit_code: 0 success, 75 out of time, 130 interrupted, 3 failed, or that of the ToolkitError that ended the first rank.
         interrupted: Whether the user or the scheduler asked the run to end.
         failure: The first rank that failed, if any did.
     """
@@ -173,7 +173,12 @@ def rank_name(rank: int) -> str:
 
 
 def conclude(
-    ended: Sequence[EndedWorker], *, log_dir: Path, interrupted: bool, name_of: Callable[[int], str] = rank_name
+    ended: Sequence[EndedWorker],
+    *,
+    log_dir: Path,
+    interrupted: bool,
+    name_of: Callable[[int], str] = rank_name,
+    well: Collection[int] = (),
 ) -> RunOutcome:
     """Find the first rank that failed and the run's exit code.
 
@@ -184,11 +189,15 @@ def conclude(
         log_dir: Folder of logs and error files.
         interrupted: Whether the run was asked to end.
         name_of: Function that names a rank, with its place as `Grid.describe_rank` prints it.
+        well: Exit codes, besides 0, by which the workers end well; that of the run is then the same.
     """
     errors = {worker.rank: read_worker_error(log_dir, worker.rank) for worker in ended}
-    failed = [worker for worker in ended if _has_failed(worker, errors[worker.rank], interrupted=interrupted)]
+    rest = [worker for worker in ended if worker.status not in well or errors[worker.rank] is not None]
+    failed = [worker for worker in rest if _has_failed(worker, errors[worker.rank], interrupted=interrupted)]
     if not failed:
-        return RunOutcome(exit_code=INTERRUPTED_EXIT_CODE if interrupted else 0, interrupted=interrupted, failure=None)
+        agreed = next((worker.status for worker in ended if worker.status in well), 0)
+        exit_code = INTERRUPTED_EXIT_CODE if interrupted else agreed
+        return RunOutcome(exit_code=exit_code, interrupted=interrupted, failure=None)
     first = min(failed, key=lambda worker: (_failed_at(worker, errors[worker.rank]), worker.rank))
     failure = _failure(first, errors[first.rank], name_of(first.rank))
     exit_code = (

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # By these a scheduler announces the end of a job (SLURM's --signal, submitit), long before it ends anything.
 ANNOUNCING = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+# By this a rank of `toolkit train` is told to save and go on. To a script, whose ranks cannot, it announces the end like the other.
+SAVING = signal.SIGUSR1
 # Ctrl-C; the end of a job under SLURM, Kubernetes and torchrun; a terminal that closes.
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *sorted(ANNOUNCING))
 # `uv run`, `srun` and the like pass on a Ctrl-C that the terminal has already sent: one key press, two signals.
@@ -29,7 +31,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @final
 class Interrupt:
-    """Context manager: each of the signals raises KeyboardInterrupt, for a process that has nothing to save.
+    """Context manager: each of the signals but `SAVING` raises KeyboardInterrupt, for a process that has nothing to save.
 
     It records that a signal came: Python drops what is raised while an object is finalised. Existing handlers stay, and so do
     signals that the parent process has set to be ignored.
@@ -41,6 +43,8 @@ class Interrupt:
         self._hook = sys.unraisablehook
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == SAVING:  # nothing can be saved yet
+            return
         self.came = True
         raise KeyboardInterrupt
 
@@ -48,6 +52,7 @@ class Interrupt:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self) for number in ASKING if _is_free(number)}
             self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {SAVING})  # which the supervisor blocks until here
         return self
 
     def __exit__(
@@ -65,8 +70,8 @@ class Interrupt:
 
 
 @contextmanager
-def asking(ask: Callable[[], None]) -> Iterator[None]:
-    """Make each signal call `ask`; a second Ctrl-C raises KeyboardInterrupt.
+def asking(ask: Callable[[], None], save: Callable[[], None]) -> Iterator[None]:
+    """Make each signal call `ask`, and `SAVING` call `save`; a second Ctrl-C raises KeyboardInterrupt.
 
     Python delivers signals to the main thread alone: in other threads this does nothing. The user's own handlers stay.
     """
@@ -80,7 +85,7 @@ def asking(ask: Callable[[], None]) -> Iterator[None]:
             if pressed and time.monotonic() - pressed[0] > SAME_PRESS_SECONDS:
                 raise KeyboardInterrupt
             pressed.append(time.monotonic())
-        ask()
+        (save if number == SAVING else ask)()
 
     before = {number: signal.signal(number, hear) for number in ASKING if _is_free(number)}
     hear_of_the_launchers_end()

@@ -33,7 +33,7 @@ from toolkit.launch.outcome import (
     log_file,
     rank_name,
 )
-from toolkit.launch.signals import ANNOUNCING, ASKING, SAME_PRESS_SECONDS
+from toolkit.launch.signals import ANNOUNCING, ASKING, SAME_PRESS_SECONDS, SAVING
 from toolkit.launch.terminal import restore_terminal
 from toolkit.launch.watchdog import Watchdog
 
@@ -42,6 +42,19 @@ GRACE_SECONDS = 10.0
 _CLEAR_LINE = "\r\x1b[2K"
 # For an unknown script: Python's own handler raises KeyboardInterrupt at any point of it.
 WHEN_ASKED = "each rank was sent SIGINT and ends as its script does"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerRanks:
+    """What ranks of `toolkit train` do that those of a script do not: SIGUSR1 is passed on to them, and they save and go on.
+
+    Args:
+        exit_codes: Codes, besides 0, by which all of them end well.
+        asked_seconds: Seconds that they have to end once they are asked; None for as many as they need.
+    """
+
+    exit_codes: frozenset[int] = frozenset()
+    asked_seconds: float | None = None
 
 
 def supervise(
@@ -53,13 +66,14 @@ def supervise(
     grace_seconds: float = GRACE_SECONDS,
     when_asked: str = WHEN_ASKED,
     name_of: Callable[[int], str] = rank_name,
+    trainer: TrainerRanks | None = None,
 ) -> RunOutcome:
     """Run one process per rank until all have ended.
 
     The first of `ranks` has the terminal; the others write `log_dir/rank-N.log`. When a rank fails, the others get
     SIGTERM, and SIGKILL after `grace_seconds`, with all processes of their groups. The first SIGINT, SIGTERM, SIGHUP,
-    SIGUSR1 or SIGUSR2 is passed on to each worker as SIGINT; a second one of the first three kills them. Signals are
-    caught only where this runs in the main thread.
+    SIGUSR1 or SIGUSR2 is passed on to each worker as SIGINT; a second one of the first three kills them. `TrainerRanks` get
+    SIGUSR1 as it is, each time. Signals are caught only where this runs in the main thread.
 
     Args:
         argv: Command line of a worker, the same for each.
@@ -69,6 +83,8 @@ def supervise(
         grace_seconds: Time between SIGTERM and SIGKILL, seconds.
         when_asked: What the workers do at SIGINT, for the line that is printed at Ctrl-C.
         name_of: Function that names a rank, for the message that names the first to fail.
+        trainer: What the workers do if they are those of `toolkit train`.
+
     Raises:
         RunError: WORKER_START, if the command cannot be started; LOG_DIR, if the folder cannot be written.
     """
@@ -76,14 +92,15 @@ def supervise(
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(_caught_signals())
         watchdog = stack.enter_context(Watchdog())
-        run = _Run(watchdog=watchdog, grace_seconds=grace_seconds, when_asked=when_asked)
+        run = _Run(watchdog=watchdog, grace_seconds=grace_seconds, when_asked=when_asked, trainer=trainer)
         stack.callback(run.kill_all)  # no worker may outlive this call
         for rank in ranks:
             run.start(
                 argv, rank=rank, env=env_for_rank(rank), log=None if rank == ranks[0] else log_file(log_dir, rank)
             )
         run.wait(signals)
-        return conclude(run.ended, log_dir=log_dir, interrupted=run.interrupted, name_of=name_of)
+        well = frozenset() if trainer is None else trainer.exit_codes
+        return conclude(run.ended, log_dir=log_dir, interrupted=run.interrupted, name_of=name_of, well=well)
 
 
 def _clear(log_dir: Path, ranks: Sequence[int]) -> None:
@@ -132,6 +149,16 @@ def _caught_signals() -> Iterator[int]:
         os.close(writer)
 
 
+@contextlib.contextmanager
+def _saving_blocked() -> Iterator[None]:
+    """Have a process that is started here wait with `SAVING` until it can hear it: by default it would die of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {SAVING})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Worker:
     rank: int
@@ -151,13 +178,16 @@ class _Worker:
 class _Run:
     """The workers of one call of `supervise`."""
 
-    def __init__(self, *, watchdog: Watchdog, grace_seconds: float, when_asked: str) -> None:
+    def __init__(
+        self, *, watchdog: Watchdog, grace_seconds: float, when_asked: str, trainer: TrainerRanks | None
+    ) -> None:
         self.ended: list[EndedWorker] = []
         self.interrupted = False
         self._insisted = False
         self._watchdog = watchdog
         self._grace_seconds = grace_seconds
         self._when_asked = when_asked
+        self._trainer = trainer
         self._running: list[_Worker] = []
         self._last_signal: tuple[int, float] = (0, -1.0)
         self._stopping = False
@@ -167,6 +197,8 @@ class _Run:
         """Start one worker in a session of its own."""
         with contextlib.ExitStack() as stack:
             output = None if log is None else stack.enter_context(log.open("wb"))
+            if self._trainer is not None:
+                stack.enter_context(_saving_blocked())
             try:
                 process = subprocess.Popen(
                     argv,
@@ -220,7 +252,8 @@ class _Run:
                 rank=worker.rank, status=status, ended_at=time.time(), log_file=worker.log, was_stopped=was_stopped
             )
         )
-        orderly = status == 0 or (self.interrupted and status > 0 and ended_by_interrupt(status))
+        well = self._trainer is not None and status in self._trainer.exit_codes
+        orderly = status == 0 or well or (self.interrupted and status > 0 and ended_by_interrupt(status))
         if not orderly and not self._stopping:
             self._stop()
 
@@ -235,6 +268,12 @@ class _Run:
         self._last_signal = (number, time.monotonic())
         if number == last and time.monotonic() - at < SAME_PRESS_SECONDS:
             return
+        if number == SAVING and self._trainer is not None:
+            if not self.interrupted and not self._stopping:
+                _tell(f"{number.name}: each rank finishes its step, saves and goes on")
+                for worker in self._running:
+                    os.kill(worker.process.pid, SAVING)
+            return
         if self._insisted or self._stopping:
             if number not in ANNOUNCING:
                 self.kill_all()
@@ -245,6 +284,8 @@ class _Run:
         if self.interrupted:
             return
         self.interrupted = True
+        if self._trainer is not None and self._trainer.asked_seconds is not None:
+            self._kill_at = time.monotonic() + self._trainer.asked_seconds
         _tell(
             f"{number.name}: {self._when_asked}; {'SIGINT twice' if number in ANNOUNCING else 'once more'} to kill them"
         )

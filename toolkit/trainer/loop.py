@@ -27,6 +27,7 @@ from toolkit.planning.plan import Plan
 from toolkit.planning.trainable import data_section_problems
 from toolkit.reshape.load import resume as restore
 from toolkit.trainer.callbacks import attach_callbacks, make_callbacks
+from toolkit.trainer.limits import Limits
 from toolkit.trainer.out_of_memory import out_of_memory, ran_out
 from toolkit.trainer.progress import Reporter, Silent, Terminal
 from toolkit.trainer.session import Session, TrainResult
@@ -42,12 +43,15 @@ def train(
     resume: str | Path | None = None,
     convert: bool = True,
     stop_after: int | None = None,
+    max_hours: float | None = None,
+    signal_seconds: float | None = None,
     reporter: Reporter | None = None,
     attach: Callable[[Run], object] | None = None,
 ) -> TrainResult:
     """Train a plan from its data section to its last checkpoint. Call it on every rank, under any launcher.
 
-    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, on any rank, end the run after the current step and a save.
+    Ctrl-C, SIGTERM, SIGHUP and SIGUSR2, on any rank, end the run after the current step and a save; SIGUSR1 saves after it and
+    goes on.
 
     Args:
         plan: Resolved plan; its job must have a data section.
@@ -56,6 +60,8 @@ def train(
         convert: Whether a checkpoint of another layout, such as other ranks or another ZeRO stage, may be read.
         stop_after: Optimizer step after which this session saves and ends, before the run's length; counted from the
             run's beginning, also when it resumes.
+        max_hours: Hours from now after which the session must have ended: it saves and ends before.
+        signal_seconds: Seconds from a signal to end to the kill that follows it: what is not saved by then is left out.
         attach: Called once with the run, before its first step, to attach hooks: `lambda run: run.on_step_end(log)`.
         reporter: Receiver of progress messages, entered by the caller; by default the terminal of rank 0.
 
@@ -68,6 +74,20 @@ def train(
         RunError: OUTPUT_IN_USE if another run has locked output_dir, with its host and process.
         DataError, CheckpointError, RunError: Each with what to do about it.
     """
+    limits = Limits.of(stop_after=stop_after, max_hours=max_hours, signal_seconds=signal_seconds)
+    return train_within(plan, limits, resume=resume, convert=convert, reporter=reporter, attach=attach)
+
+
+def train_within(
+    plan: Plan,
+    limits: Limits,
+    *,
+    resume: str | Path | None = None,
+    convert: bool = True,
+    reporter: Reporter | None = None,
+    attach: Callable[[Run], object] | None = None,
+) -> TrainResult:
+    """Train a plan as `train` does, within the limits of a session."""
     raise_all(PlanError, data_section_problems(plan.job))
     check_builds(plan)  # before the data are read, which may take long
     raise_all(PlanError, tracker_problems(plan.job.train.report_to))
@@ -91,9 +111,7 @@ def train(
                 reporter = stack.enter_context(own)
             point = begin_together(plan, world, resume=resume, convert=convert, held=stack, say=reporter.say)
             skips = resume == AUTO
-            return _train(
-                plan, world, reporter, point, skips=skips, convert=convert, stop_after=stop_after, attach=join
-            )
+            return _train(plan, world, reporter, point, skips=skips, convert=convert, limits=limits, attach=join)
     except BaseException:
         if world.size == 1:  # several ranks may still be in a collective, for which destroying the groups would wait
             destroy_world(world)
@@ -108,7 +126,7 @@ def _train(
     *,
     skips: bool,
     convert: bool,
-    stop_after: int | None,
+    limits: Limits,
     attach: Callable[[Run], object],
 ) -> TrainResult:
     """Train from the point on which the ranks have agreed.
@@ -148,7 +166,7 @@ def _train(
             resumed = None if point is None else _resume(run, point, reporter, skips=skips, convert=convert)
             if resumed is None and skips and world.is_main:
                 set_aside(plan.output_dir)
-            session = Session(run, data, tokenizer, reporter, sources=sources, stop_after=stop_after)
+            session = Session(run, data, tokenizer, reporter, sources=sources, limits=limits)
             if resumed is not None and run.step_count >= session.num_steps:
                 if world.is_main:
                     remove_leftovers(plan.output_dir)

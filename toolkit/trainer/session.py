@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from toolkit.catalog.parameters import WHOLE, BackwardShares
 from toolkit.checkpoint.best import Best
-from toolkit.checkpoint.discovery import remove_leftovers, rotate
+from toolkit.checkpoint.discovery import list_checkpoints, remove_leftovers, rotate
 from toolkit.checkpoint.fingerprint import Sources
 from toolkit.checkpoint.layout import checkpoint_name
-from toolkit.checkpoint.save import begin_save, prepare_copy
+from toolkit.checkpoint.save import begin_save, foreseen_bytes, prepare_copy
 from toolkit.data.prepare import PreparedData
 from toolkit.data.streaming import StreamLoader
 from toolkit.distributed.deepspeed_private import count_elements, count_parameters
@@ -26,6 +26,7 @@ from toolkit.errors import RunError
 from toolkit.launch.signals import asking
 from toolkit.planning.settings import steps_between
 from toolkit.trainer.checks import PROFILE_FOLDER, check_stop_after
+from toolkit.trainer.limits import Clock, Limits
 from toolkit.trainer.memory_check import compare_memory
 from toolkit.trainer.metrics import Meter, MetricsWriter
 from toolkit.trainer.profiler import Profiler
@@ -44,8 +45,9 @@ class TrainResult:
         step: Optimizer steps done in total.
         num_steps: Optimizer steps of the whole run.
         loss: Last logged loss, a mean over the steps since the previous log; None when no step was left to do.
-        checkpoint: The last checkpoint.
+        checkpoint: The last checkpoint; it is not there if a signal left no time for the first.
         interrupted: Whether Ctrl-C or a signal of the scheduler ended it early.
+        out_of_time: Whether `max_hours` ended it early.
         best_checkpoint: The best one, if `train.load_best_model_at_end` asks for it.
     """
 
@@ -55,6 +57,7 @@ class TrainResult:
     checkpoint: Path
     interrupted: bool
     best_checkpoint: Path | None = None
+    out_of_time: bool = False
 
 
 class Session:
@@ -66,7 +69,7 @@ class Session:
         tokenizer: Tokenizer to save with each checkpoint.
         reporter: Receiver of progress messages.
         sources: Sources to record in the checkpoints, on rank 0.
-        stop_after: Step of the run at which this session ends.
+        limits: What ends this session before its run.
     """
 
     def __init__(
@@ -77,9 +80,10 @@ class Session:
         reporter: Reporter,
         *,
         sources: Sources,
-        stop_after: int | None,
+        limits: Limits,
     ) -> None:
-        self.stop_after, self.sources = stop_after, sources
+        self.limits, self.sources = limits, sources
+        self.clock = Clock(limits, checkpoint_bytes=foreseen_bytes(run))
         self.run, self.data, self.tokenizer, self.reporter = run, data, tokenizer, reporter
         self.plan = run.plan
         self.batches = run.loader(data.train)
@@ -107,7 +111,7 @@ class Session:
     def go(self) -> TrainResult:
         """Train to the end of the run, of the session, or to the step at which it was asked to stop."""
         run = self.run
-        check_stop_after(self.stop_after, run.step_count)
+        check_stop_after(self.limits.stop_after, run.step_count)
         if run.world.is_main:  # drops an earlier session's later steps, so only after the check
             remove_leftovers(self.plan.output_dir)
             self.metrics = MetricsWriter(self.plan, resumed_step=run.step_count)
@@ -118,26 +122,34 @@ class Session:
         prepare_copy(run)
         started_at = logged_at = run.step_count
         try:
-            with asking(run.request_stop), self.profiler:
+            with asking(self._signalled, run.request_save), self.profiler:
                 if self.plan.job.train.eval_on_start and run.step_count == 0 and self.data.validation:
                     self._evaluate()
                 for batch in self.profiler.fetched(self.batches):
+                    self.clock.step()
+                    run.time_is_up = self.clock.is_up
                     loss = run.step(batch)
                     self.profiler.step()
                     self.window += loss
                     step = run.step_count
-                    last = step == run.num_steps or run.should_stop or step == self.stop_after
+                    last = step == run.num_steps or run.should_stop or step == self.limits.stop_after
                     if step % self.plan.job.train.logging_steps == 0 or last:
                         self._log(loss, step - logged_at)
                         logged_at = step
                     self._evaluate_when_due(last=step == run.num_steps, ends=last or run.should_save)
                     last = last or run.should_stop or self.best.stopped
+                    if last and not self._has_time_to_save():
+                        return self.result(self._last_saved())
                     if step % self.save_every == 0 or last or run.should_save:
                         self._check(loss)
                         self._save(probe=last or self.plan.job.train.load_best_model_at_end)
                     if last or run.should_stop:
                         break
                 run.finish_saving()
+                if run.out_of_time and run.step_count < self.num_steps:
+                    self.reporter.say(
+                        f"step {run.step_count}: the session's time is up; the same command with --resume goes on"
+                    )
                 # The stop may have come after the last log: the next session does not have these losses.
                 if logged_at < run.step_count:
                     self._log(loss, run.step_count - logged_at)
@@ -163,9 +175,33 @@ class Session:
             num_steps=self.num_steps,
             loss=self.last_loss,
             checkpoint=checkpoint,
-            interrupted=self.run.should_stop and self.run.step_count < self.num_steps,
+            interrupted=self.run.should_stop and not self.run.out_of_time and self.run.step_count < self.num_steps,
+            out_of_time=self.run.out_of_time and self.run.step_count < self.num_steps,
             best_checkpoint=self.best.folder,
         )
+
+    def _signalled(self) -> None:
+        self.clock.signal()
+        self.run.request_stop()
+
+    def _has_time_to_save(self) -> bool:
+        """Return whether the last save still fits between a signal and the kill that follows it, for any rank that heard it."""
+        if self.limits.signal_seconds is None or not self.run.should_stop:
+            return True
+        lacking = torch.tensor(not self.clock.lets_save, dtype=torch.int32, device=self.run.world.device)
+        dist.all_reduce(lacking)
+        if lacking.item():
+            self.reporter.say(
+                f"step {self.run.step_count}: a save takes longer than is left of {format_seconds(self.limits.signal_seconds)} since "
+                "the signal: the checkpoint before stays the last"
+            )
+        return not lacking.item()
+
+    def _last_saved(self) -> Path:
+        """Return the last checkpoint that is complete, or where one of this step would be."""
+        self.run.finish_saving()
+        found = list_checkpoints(self.plan.output_dir)
+        return found[-1] if found else self.plan.output_dir / checkpoint_name(self.run.step_count)
 
     def _log(self, loss: torch.Tensor, num_steps: int) -> None:
         run = self.run
@@ -295,6 +331,7 @@ class Session:
             then=complete,
         )
         waited.append(time.perf_counter() - began)
+        self.clock.saved(waited[0])
         run.should_save = False
         run.memory.end("save")
         run.agree_to_stop()  # else a stop requested during the save would take another step and save

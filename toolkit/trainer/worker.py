@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from toolkit.config.user_code import find_beside
-from toolkit.errors import INTERRUPTED_EXIT_CODE, ToolkitError
+from toolkit.errors import INTERRUPTED_EXIT_CODE, OUT_OF_TIME_EXIT_CODE, ToolkitError
 from toolkit.launch.environment import rank_from_environment
 from toolkit.launch.outcome import write_worker_error
 from toolkit.launch.packages import quiet_torchao
 from toolkit.launch.signals import Interrupt, hear_of_the_launchers_end, ignore_from_here
 from toolkit.planning.plan import Plan
+from toolkit.trainer.limits import Limits
 from toolkit.trainer.progress import Silent, Terminal
 
 
@@ -28,6 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", help="checkpoint to resume from, `latest` or `auto`")
     parser.add_argument("--no-convert", action="store_true", help="refuse a checkpoint of another layout")
     parser.add_argument("--stop-after", type=int, help="optimizer step after which this session saves and ends")
+    parser.add_argument("--ends-at", type=float, help="time at which this session must have ended, seconds since 1970")
+    parser.add_argument("--signal-seconds", type=float, help="seconds between a signal to end and a kill")
     parser.add_argument("--job", type=Path, help="job file beside which modules of the user's lie")
     parser.add_argument("--log-dir", type=Path, help="folder for a machine-readable error for the launcher")
     options = parser.parse_args(arguments)
@@ -36,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         lambda: Plan.load(options.plan),
         resume=options.resume,
         convert=not options.no_convert,
-        stop_after=options.stop_after,
+        limits=Limits(stop_after=options.stop_after, ends_at=options.ends_at, signal_seconds=options.signal_seconds),
         log_dir=options.log_dir,
     )
 
@@ -46,7 +49,7 @@ def run_rank(
     *,
     resume: str | None = None,
     convert: bool = True,
-    stop_after: int | None = None,
+    limits: Limits | None = None,
     log_dir: Path | None = None,
 ) -> int:
     """Train as one rank of a launch; return the exit code. After a stop signal, further ones are ignored.
@@ -55,21 +58,21 @@ def run_rank(
         read_plan: Function that returns the plan, or raises its errors.
         resume: Checkpoint to resume from, as `toolkit.trainer.loop.train` takes it.
         convert: Whether one of another layout may be read.
-        stop_after: Optimizer step after which this session ends.
+        limits: What ends this session before its run.
         log_dir: Folder of error files for the launcher; None prints errors on stderr.
     """
     quiet_warnings()
     hear_of_the_launchers_end()
     with Interrupt() as interrupt:
         try:
-            code = _train(read_plan(), resume, convert, stop_after)
+            code = _train(read_plan(), resume, convert, limits or Limits())
         except KeyboardInterrupt:
             code = INTERRUPTED_EXIT_CODE
         except BaseException as error:
             if not interrupt.came:
                 return told(error, log_dir)
             code = INTERRUPTED_EXIT_CODE  # interrupted here, but perhaps not on a rank that this one waited for
-        if code == INTERRUPTED_EXIT_CODE:
+        if code in (INTERRUPTED_EXIT_CODE, OUT_OF_TIME_EXIT_CODE):
             ignore_from_here()  # a launcher that sees one rank end signals the others again, whatever they are doing
     return code
 
@@ -101,15 +104,15 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _train(plan: Plan, resume: str | None, convert: bool, stop_after: int | None) -> int:
+def _train(plan: Plan, resume: str | None, convert: bool, limits: Limits) -> int:
     identity = rank_from_environment(os.environ)
     with Terminal() if identity is None or identity.rank == 0 else Silent() as reporter:
         reporter.stage("importing torch and DeepSpeed")
         # Imported here, after the arguments have been checked.
-        from toolkit.trainer.loop import train
+        from toolkit.trainer.loop import train_within
 
-        result = train(plan, resume=resume, convert=convert, stop_after=stop_after, reporter=reporter)
-    return INTERRUPTED_EXIT_CODE if result.interrupted else 0
+        result = train_within(plan, limits, resume=resume, convert=convert, reporter=reporter)
+    return OUT_OF_TIME_EXIT_CODE if result.out_of_time else INTERRUPTED_EXIT_CODE if result.interrupted else 0
 
 
 if __name__ == "__main__":
