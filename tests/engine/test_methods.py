@@ -150,6 +150,17 @@ def moved() -> dict[str, Case]:
     return made
 
 
+def rounded() -> dict[str, Case]:
+    """Adapters in bf16: each cell of the table in docs/strategies.md that no other file has."""
+    made = {"full bf16 zero 0": Case(train=SGD | BF16, stage=0, **NEAR)}
+    for name, of in WHERE.items():
+        made[f"lora bf16 {name}"] = Case(train=ROUNDED | {"method": "lora"}, steps=6, **of, **IN_BF16)
+    for stage in (0, 1):
+        made[f"qlora bf16 zero {stage}"] = Case(train=ROUNDED, steps=6, stage=stage, **IN_BF16)
+        made[f"lora zero {stage}"] = Case(train=LORA, stage=stage)
+    return made
+
+
 def in_nodes() -> dict[str, Case]:
     """ZeRO++'s hpZ: the backward pass gathers weights inside pairs of ranks, from second shards."""
     of: dict[str, Any] = {"stage": 3, "data": 4, "deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}
@@ -171,7 +182,7 @@ OFFLOADS = dict.fromkeys(WHERE, ("activations-cpu",)) | {
     "tensor": (*ON_HOST, "full-cpu"),
     "pipeline": (*ON_HOST, "full-cpu"),
 }
-CASES = cases() | of_bitsandbytes() | of_matrices() | moved() | in_nodes()
+CASES = cases() | of_bitsandbytes() | of_matrices() | moved() | rounded() | in_nodes()
 for _strategy, _of in (*STRATEGIES.items(), ("zero", {"stage": 3}), ("zero", {"stage": 2, "tensor": 2, "data": 1})):
     CASES |= kinds(strategy=_strategy, **_of)
 DEFAULT = (

@@ -121,11 +121,13 @@ def draw_adapters(model: nn.Module, *, seed: int, deviates: bool) -> None:
         # FSDP2's shards are fp32: without it the adapters would have the dtype of what they adapt.
         of_base = getattr(base, "compute_dtype", base.weight.dtype)  # packed weights are integers
         dtype = of_base if is_dtensor(weight) else weight.dtype
-        dense = torch.empty(shape, dtype=dtype, device=weight.device)
+        # Drawn in 16 bit, numbers that round to the upper bound would become the lower one (ATen DistributionsHelper.h).
+        dense = torch.empty(shape, dtype=torch.float32, device=weight.device)
         if deviates:
             nn.init.normal_(dense, std=1 / shape[0])
         else:
             nn.init.kaiming_uniform_(dense, a=5**0.5)
+        dense = dense.to(dtype)
         if cut is None:
             copy_whole(weight, dense)
         else:
