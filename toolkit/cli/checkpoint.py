@@ -1,4 +1,4 @@
-"""`toolkit checkpoint`: what checkpoints a run has, what is in one, whether it is whole, which can go, and one without its layout."""
+"""`toolkit checkpoint`: what checkpoints a run has, what is in one, whether it is whole, which can go, and those of other programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.config.paths import is_folder
 from toolkit.errors import CheckError, CheckpointError
 from toolkit.units import format_bytes, format_count
 
-_GROUP = typer.Typer(no_args_is_help=True, help="List, inspect, verify, compare, convert and prune checkpoints.")
+_GROUP = typer.Typer(no_args_is_help=True, help="List, inspect, verify, compare, convert, adopt and prune checkpoints.")
 
 
 def register(app: typer.Typer) -> None:
