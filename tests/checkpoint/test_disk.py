@@ -210,6 +210,13 @@ def _save_twice(folder: Path, answer: Any) -> None:
             except RunError as error:
                 results.append((error.codes, str(error)))
             filler.unlink()
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        try:
+            tk.save(run, folder / "checkpoint-3")
+        except RunError as error:
+            results.append((error.codes, str(error)))
+        finally:
+            subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
     answer.put(results)
 
 
@@ -228,12 +235,14 @@ def test_a_disk_without_room_is_known_before(tmp_path: Path) -> None:
         answer = context.Queue()
         process = context.Process(target=_save_twice, args=(tmp_path, answer))
         process.start()
-        first, second = answer.get(timeout=120)
+        first, second, read_only = answer.get(timeout=120)
         process.join(timeout=60)
         assert first[0] == ("DISK_FULL",)
         assert "it needs about" in first[1]
         assert "KiB are free" in first[1]
         assert second == "saved" or second[0] == ("DISK_FULL",)
+        assert read_only[0] == ("CHECKPOINT_UNWRITABLE",)
+        assert "Read-only file system" in read_only[1]
         verify(tmp_path / "checkpoint-1")
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -322,6 +323,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "seed": ({"train": {"seed": 3}}, ("CHECKPOINT_DATA",)),
     "length": ({"train": {"sequence_length": 8}}, ("CHECKPOINT_DATA",)),
     "model": ({"config": {"n_layer": 3, "num_hidden_layers": 3}}, ("CHECKPOINT_MODEL",)),
+    "vocabulary": ({"config": {"vocab_size": 128}}, ("CHECKPOINT_MODEL",)),
 }
 
 
@@ -350,6 +352,69 @@ def test_what_may_change(results: list[dict[str, Any]], root: Path) -> None:
     for change in ("per_device_train_batch_size 2 → 4", "gradient_accumulation_steps 2 → 1", "save_steps 500 → 3"):
         assert f"train.{change}" in told
     assert "output_dir" not in told
+
+
+def _cut_short(path: Path, draw: random.Random, other: Path) -> None:
+    path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
+
+
+def _flip_bit(path: Path, draw: random.Random, other: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+
+
+def _lose(path: Path, draw: random.Random, other: Path) -> None:
+    path.unlink()
+
+
+def _swap(path: Path, draw: random.Random, other: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def _grow(path: Path, draw: random.Random, other: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+FAULTS = (_cut_short, _flip_bit, _lose, _swap, _grow)
+REFUSED = {"CHECKPOINT_DAMAGED", "CHECKPOINT_INCOMPLETE", "CHECKPOINT_OTHER_TOOL"}
+
+
+@pytest.mark.parametrize("seeds", [1, pytest.param(25, marks=pytest.mark.full)])
+def test_no_fault_of_a_file_is_passed_over(
+    results: list[dict[str, Any]], root: Path, tmp_path: Path, seeds: int
+) -> None:
+    """Each file cut short, with a bit flipped, lost, swapped for another and grown: one clear error, before anything is loaded.
+
+    Bits of the manifest's white space alone say nothing; then all that it names is as it was saved.
+    """
+    plan = tiny_plan("gpt2", **CASES["zero-2"])
+    sound = root / "zero-2"
+    names = ["manifest.json", *verify(sound)]
+    injected = harmless = 0
+    for seed in range(seeds):
+        draw = random.Random(seed)
+        for name, fault in ((name, fault) for name in names for fault in FAULTS):
+            folder = shutil.copytree(sound, tmp_path / "checkpoint-4")
+            different = [one for one in names if (sound / one).read_bytes() != (sound / name).read_bytes()]
+            fault(folder / name, draw, folder / draw.choice(different))
+            injected += 1
+            try:
+                verify(folder)
+                check_resumable(plan, folder)
+                codes: set[str] = set()
+            except CheckpointError as error:
+                codes = set(error.codes)
+            assert codes <= REFUSED, (name, fault.__name__)
+            if not codes:
+                harmless += 1
+                assert name == "manifest.json", (name, fault.__name__)
+                assert verify(folder) == verify(sound)
+            shutil.rmtree(folder)
+    print(f"{injected} faults of {len(names)} files, {injected - harmless} refused, {harmless} of white space alone")
+    assert injected == seeds * len(names) * len(FAULTS) >= seeds * 50
 
 
 def test_a_step_that_was_never_saved(results: list[dict[str, Any]], root: Path, tmp_path: Path) -> None:
