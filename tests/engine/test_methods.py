@@ -152,7 +152,7 @@ def moved() -> dict[str, Case]:
 
 def rounded() -> dict[str, Case]:
     """Adapters in bf16: each cell of the table in docs/strategies.md that no other file has."""
-    made = {"full bf16 zero 0": Case(train=SGD | BF16, stage=0, **NEAR)}
+    made = {"full bf16 zero 0": Case(train=SGD | BF16, stage=0, **IN_BF16)}
     for name, of in WHERE.items():
         made[f"lora bf16 {name}"] = Case(train=ROUNDED | {"method": "lora"}, steps=6, **of, **IN_BF16)
     for stage in (0, 1):
