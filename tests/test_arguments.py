@@ -95,7 +95,16 @@ TABLE: dict[str, Row] = {
     "train": (
         tk.train,
         {"plan": PLAN},
-        {"plan": NO_PLAN, "resume": NO_PATH, "stop_after": NO_INT, "reporter": [3, "terminal"], "attach": NO_FUNCTION},
+        {
+            "plan": NO_PLAN,
+            "resume": NO_PATH,
+            "convert": NO_FLAG,
+            "stop_after": NO_INT,
+            "max_hours": ["8", []],
+            "signal_seconds": ["30", []],
+            "reporter": [3, "terminal"],
+            "attach": NO_FUNCTION,
+        },
     ),
     "initialize": (
         tk.initialize,
