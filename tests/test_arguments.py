@@ -125,7 +125,7 @@ TABLE: dict[str, Row] = {
     "load": (
         tk.load,
         {"run": RUN, "path": "checkpoint"},
-        {"run": NO_RUN, "path": [*NO_PATH, None], "say": NO_FUNCTION},
+        {"run": NO_RUN, "path": [*NO_PATH, None], "convert": NO_FLAG, "say": NO_FUNCTION},
     ),
     "export": (
         tk.export,
