@@ -133,6 +133,7 @@ TABLE: dict[str, Row] = {
         {
             "checkpoint": [*NO_PATH, None],
             "output_dir": [*NO_PATH, None],
+            "model": NO_PATH,
             "dtype": ["bfloat16", 16, ""],
             "max_shard_size_bytes": NO_COUNT,
             "merge_adapter": NO_FLAG,
