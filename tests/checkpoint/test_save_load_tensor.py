@@ -15,7 +15,7 @@ from tiny_plans import step_batches, tiny_plan
 import toolkit as tk
 from toolkit.checkpoint.manifest import verify
 from toolkit.checkpoint.save import foreseen_bytes
-from toolkit.errors import ToolkitError
+from toolkit.errors import PlanError, ToolkitError
 from toolkit.planning.plan import Plan
 
 pytestmark = pytest.mark.gloo
@@ -54,7 +54,12 @@ def _resume(name: str, folder: Path) -> dict[str, Any]:
     with tk.initialize(_plan(name)) as run:
         state = tk.load(run, folder)
         found = [_step(run, step) for step in (3, 4)]
-    return {"step": state.step, "expected": expected, "found": found, "foreseen": foreseen}
+        try:
+            run.engine.save_16bit_model(str(folder / "16-bit"))
+            told = "nothing"
+        except PlanError as error:
+            told = str(error)
+    return {"step": state.step, "expected": expected, "found": found, "foreseen": foreseen, "16 bit": told}
 
 
 def _refusal(plan: Plan, folder: Path) -> tuple[tuple[str, ...], str]:
@@ -123,6 +128,17 @@ def test_the_next_steps_are_equal(results_of: list[dict[str, Any]], root: Path, 
         parts = [(data, rank) for data in range(4 // tensor) for rank in range(tensor)]
         files = {f"global_step2/zero_pp_rank_{data}_mp_rank_{rank:02d}_model_states.pt" for data, rank in parts}
     assert files == {path for path in held if path.endswith("_model_states.pt")}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_no_shard_is_written_under_the_name_of_a_whole_weight(
+    results_of: list[dict[str, Any]], root: Path, name: str
+) -> None:
+    """By DeepSpeed's own `save_16bit_model`, which writes what rank 0 has; `tk.export` joins the shards."""
+    for result in results_of:
+        assert "save_16bit_model of " in result[name]["16 bit"]
+        assert result[name]["16 bit"].endswith("[PART_SAVE]")
+    assert not (root / name / "16-bit").exists()
 
 
 @pytest.mark.parametrize("name", EACH)

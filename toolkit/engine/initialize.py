@@ -29,6 +29,7 @@ from toolkit.launch.build_tools import build_settings, built_with
 from toolkit.launch.builds import check_builds
 from toolkit.modeling.build import build_model, no_weight
 from toolkit.planning.plan import Plan
+from toolkit.tensor_parallel.guard import guard_engine
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,8 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
         mpu=None if alone else ModelParallelUnit(world),
         dist_init_required=False,
     )
+    if not alone:
+        guard_engine(engine, model)
     if plan.optimizer_wrapper == "16-bit":
         undo_first_step(engine.optimizer)
     return engine

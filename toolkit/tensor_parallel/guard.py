@@ -1,4 +1,4 @@
-"""Guards against treating a rank's part of a model as the whole: in DDP and FSDP, `save_pretrained` and `generate`.
+"""Guards against treating a rank's part of a model as the whole: in DDP and FSDP, `save_pretrained`, `save_16bit_model` and `generate`.
 
 Only the instance that was sharded or split changes its class. Nothing in torch is patched.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -69,6 +69,18 @@ def guard_part(model: nn.Module, *, held_part: str, tp_group: dist.ProcessGroup 
     part.held_part, part.tensor_group = held_part, tp_group
 
 
+def guard_engine(engine: Any, model: nn.Module) -> None:
+    """Make DeepSpeed's engine refuse `save_16bit_model`, which writes rank 0's part under the names of whole weights.
+
+    Args:
+        engine: Engine of a model of which each rank has a part.
+        model: That model, guarded.
+    Source:
+        deepspeed 0.19.8, runtime/engine.py, DeepSpeedEngine.save_16bit_model.
+    """
+    engine.save_16bit_model = partial(_refusal("save_16bit_model"), model)
+
+
 @cache
 def _guarded(kind: Any) -> Any:
     own: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -87,7 +99,7 @@ _GENERATE = (
     "Write the whole model with `tk.export` and generate with that; in your own loop over tensor-parallel ranks "
     "choose tokens from `gather_scores` of the logits",
 )
-_REFUSED = {"save_pretrained": _SAVE, "push_to_hub": _SAVE, "generate": _GENERATE}
+_REFUSED = {"save_pretrained": _SAVE, "push_to_hub": _SAVE, "save_16bit_model": _SAVE, "generate": _GENERATE}
 
 
 def _refusal(name: str) -> Callable[..., None]:
