@@ -23,6 +23,7 @@ TRAINED: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "tied": ("llama-tied", {}, FOUR),
     "bf16": ("llama", {"precision": "bf16"}, {}),
     "lora": ("llama", LORA, FOUR),
+    "less": ("llama", {}, {}),
 }
 INTERLEAVED = {"zero_stage": 2, "virtual_stages": 2}
 LAYOUTS: dict[str, Layout] = {
@@ -44,6 +45,9 @@ LAYOUTS: dict[str, Layout] = {
     "lora/fsdp2": Layout(dp=2, parallel={"strategy": "fsdp2"}),
     "lora/zero-1-stages": Layout(pp=2, parallel={"zero_stage": 1}),
 }
+# Each stage of two ranks goes on with one, as when a queue has fewer cards; not in the product of all pairs.
+LESS = {f"less/zero-{stage}": Layout(dp=2, parallel={"zero_stage": stage}) for stage in (1, 2, 3)}
+ONE = {f"less/zero-{stage}-one": Layout(parallel={"zero_stage": stage}) for stage in (1, 2, 3)}
 # By default each of a chain takes over what the one before has just taken over, in one launch: stages, tensor ranks, virtual stages,
 # ZeRO's stages and wrappers, strategies, offload, adapters and precisions change together.
 CHAINS = (
@@ -58,7 +62,7 @@ PAIRS = tuple(
 
 @cache
 def plan_of(name: str) -> Plan:
-    return LAYOUTS[name].plan(*TRAINED[name.partition("/")[0]])
+    return (LAYOUTS | LESS | ONE)[name].plan(*TRAINED[name.partition("/")[0]])
 
 
 def _pair_name(saved: str, name: str) -> str:
@@ -87,9 +91,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(root: Path) -> dict[str, Any]:
-    plans = {chain[0]: plan_of(chain[0]) for chain in CHAINS}
+    plans = {name: plan_of(name) for name in (*(chain[0] for chain in CHAINS), *LESS)}
     resumed = [(saved, _pair_name(saved, name), plan_of(name)) for _, saved, name in _links()]
     return run_distributed(save_and_resume, 2, str(root), plans, resumed)[0]
+
+
+@pytest.fixture(scope="module")
+def alone(root: Path, results: dict[str, Any]) -> dict[str, Any]:
+    resumed = [(saved, _pair_name(saved, name), plan_of(name)) for saved, name in zip(LESS, ONE, strict=True)]
+    return results | run_distributed(resume_each, 1, str(root), resumed)[0]
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +134,11 @@ def test_a_run_goes_on_with_another_layout(
     root: Path, results: dict[str, Any], first: str, saved: str, name: str
 ) -> None:
     _assert_taken_over(root, results, first, saved, name)
+
+
+@pytest.mark.parametrize(("saved", "name"), list(zip(LESS, ONE, strict=True)))
+def test_one_rank_goes_on_where_two_stopped(root: Path, alone: dict[str, Any], saved: str, name: str) -> None:
+    _assert_taken_over(root, alone, saved, saved, name)
 
 
 @pytest.mark.full
