@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from hostile_files import agree
+from tiny_plans import tiny_plan
 
 from toolkit.checkpoint.discovery import latest_checkpoint, list_checkpoints, recover, remove_leftovers, rotate
 from toolkit.checkpoint.manifest import verify
+from toolkit.checkpoint.resume import candidates, resume_point, set_aside
 from toolkit.checkpoint.state import State
 from toolkit.errors import CheckpointError
 
@@ -80,6 +82,36 @@ def test_a_damaged_state_is_neither_resumed_nor_passed_over(tmp_path: Path) -> N
     assert latest_checkpoint(tmp_path).name == "checkpoint-2", "an earlier one is in nobody's way"
     (tmp_path / "checkpoint-2" / "state.json").unlink()
     with pytest.raises(CheckpointError, match="is missing"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_later_one_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) -> None:
+    """Half a copy of the last one: `latest` does not go back in silence, and `auto` says so; a new start leaves it aside."""
+    for step in (1, 2, 3):
+        (_make(tmp_path, step) / "plan.json").write_text("{}")
+    (tmp_path / "checkpoint-3" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing") as caught:
+        latest_checkpoint(tmp_path)
+    assert caught.value.codes == ("CHECKPOINT_DAMAGED",)
+    assert f"Name {tmp_path / 'checkpoint-2'} to continue from there" in str(caught.value)
+    assert [path.name for path in candidates(tmp_path, "auto")] == ["checkpoint-3", "checkpoint-2", "checkpoint-1"]
+    (tmp_path / "checkpoint-1" / "manifest.json").unlink()
+    set_aside(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"damaged-checkpoint-{step}" for step in (1, 2, 3)]
+
+
+def test_a_later_one_of_another_program_is_not_trained_over(tmp_path: Path) -> None:
+    _make(tmp_path, 2)
+    (tmp_path / "checkpoint-500" / "global_step500").mkdir(parents=True)
+    (tmp_path / "checkpoint-500" / "latest").write_text("global_step500")
+    with pytest.raises(CheckpointError, match="another program wrote it") as caught:
+        latest_checkpoint(tmp_path)
+    assert "or move checkpoint-500 elsewhere" in str(caught.value)
+    with pytest.raises(CheckpointError) as caught:
+        resume_point(tiny_plan(train={"output_dir": str(tmp_path)}), "auto", say=print)
+    assert caught.value.codes == ("CHECKPOINT_OTHER_TOOL",)
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    with pytest.raises(CheckpointError, match=r"toolkit checkpoint adopt") as caught:
         latest_checkpoint(tmp_path)
 
 

@@ -222,6 +222,51 @@ def test_weights_only(tmp_path: Path) -> None:
     assert f"set model: {tmp_path} in the job" in text
 
 
+def test_weights_of_an_adapter_and_pickled_ones(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    codes, text = _codes(tmp_path)
+    assert codes == ("CHECKPOINT_WEIGHTS_ONLY",)
+    assert f"set train.lora.adapter: {tmp_path} in the job" in text
+    other = tmp_path / "pickled"
+    other.mkdir()
+    (other / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+    codes, text = _codes(other)
+    assert codes == ("CHECKPOINT_WEIGHTS_ONLY",)
+    assert "save them as safetensors (`save_pretrained`), set model: " in text
+
+
+@pytest.mark.parametrize(
+    ("names", "adoptable"),
+    [
+        (("latest", "global_step4/mp_rank_00_model_states.pt"), True),
+        (("latest_universal", "global_step4_universal/zero/a/fp32.pt"), True),
+        (("pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"), True),
+        (("optimizer.pt", "scheduler.pt"), False),
+    ],
+)
+def test_what_another_program_saved_is_more_than_its_weights(
+    tmp_path: Path, names: tuple[str, ...], adoptable: bool
+) -> None:
+    """Trainer writes the weights beside the states of the optimizer: to go on with those is not called a warm start."""
+    for name in ("model.safetensors", "config.json", "trainer_state.json", *names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    codes, text = _codes(tmp_path)
+    assert codes == ("CHECKPOINT_OTHER_TOOL",)
+    assert (f"toolkit checkpoint adopt {tmp_path} OUT" in text) is adoptable
+    assert ("For a warm start, set model to its weights" in text) is not adoptable
+
+
+def test_a_manifest_that_is_lost(folder: Path) -> None:
+    (folder / "plan.json").write_text("{}")
+    (folder / "latest").write_text("global_step4")
+    (folder / "manifest.json").unlink()
+    codes, text = _codes(folder)
+    assert codes == ("CHECKPOINT_DAMAGED",)
+    assert f"{folder / 'manifest.json'} is missing" in text
+
+
 def test_latest_missing(tmp_path: Path) -> None:
     """From a public report: without `latest` DeepSpeed loads nothing and trains from scratch."""
     for tag in ("global_step2", "global_step4"):

@@ -22,23 +22,29 @@ def list_checkpoints(output_dir: Path) -> tuple[Path, ...]:
     return tuple(sorted((path for path in found if step_of(path) is not None), key=_saved))
 
 
+def without_manifest(output_dir: Path) -> tuple[Path, ...]:
+    """Return what has a checkpoint's name and no manifest, by step: another program's, or a copy that is not whole; no run of ours leaves one."""
+    found = (path for path in output_dir.glob("checkpoint-*") if step_of(path) is not None and path.is_dir())
+    return tuple(sorted((path for path in found if not (path / MANIFEST).is_file() and any(path.iterdir())), key=_step))
+
+
 def latest_checkpoint(output_dir: Path) -> Path:
     """Return the last complete checkpoint of a run.
 
     Raises:
         CheckpointError: CHECKPOINT_NONE when there is none; CHECKPOINT_DAMAGED when one of a later step is damaged: falling
-            back to the previous one is the user's decision.
+            back to the previous one is the user's decision; those of `read_manifest` when a folder of a later step has none.
     """
-    found = list_checkpoints(output_dir)
-    if not found:
+    found, others = list_checkpoints(output_dir), without_manifest(output_dir)
+    if not found and not others:
         raise CheckpointError.of(
             code="CHECKPOINT_NONE",
             key=str(output_dir),
             message=f"{output_dir} has no complete checkpoint",
             fix="Train without --resume_from_checkpoint, or name the folder of a checkpoint",
         )
-    latest = found[-1]
-    for path in found:
+    latest = (found or others)[-1]
+    for path in (*found, *others):
         if _step(path) >= _step(latest):
             _check_state(path, instead=latest)
     return latest
@@ -72,7 +78,9 @@ def _check_state(folder: Path, *, instead: Path) -> None:
     except CheckpointError as error:
         if folder == instead:
             raise
-        fix = f"Name {instead} to continue from there, or copy {folder.name} again from where it was made"
+        is_damaged = set(error.codes) == {"CHECKPOINT_DAMAGED"}
+        way = f"copy {folder.name} again from where it was made" if is_damaged else f"move {folder.name} elsewhere"
+        fix = f"Name {instead} to continue from there, or {way}"
         raise CheckpointError(*(replace(problem, fix=fix) for problem in error.problems)) from None
 
 

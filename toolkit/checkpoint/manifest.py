@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from toolkit.checkpoint.archives import index_digest
-from toolkit.checkpoint.layout import LATEST, MANIFEST, MODEL, RANDOM, is_tag
+from toolkit.checkpoint.layout import LATEST, MANIFEST, MODEL, PLAN, RANDOM, STATE, is_tag
 from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.io import MAX_TEXT_BYTES, open_plain, plain_file, read_plain, write_json
 from toolkit.units import format_bytes
@@ -29,6 +29,10 @@ PART_BYTES = 16 * 2**20
 # hashlib lets other threads run while it hashes a chunk. One core hashes 0.5 to 2 GB/s, a local NVMe reads 3 to 7 GB/s: four
 # threads saturate it, and all ranks of a node hash at once.
 _MAX_THREADS = 4
+
+_PARTIAL = ".partial"
+# Of folders that `toolkit checkpoint adopt` reads, beside DeepSpeed's tags (toolkit/exporter/other_folders.py).
+_ADOPTABLE = (".metadata", "pytorch_model_fsdp*/.metadata", "zero")
 
 
 class Entry(BaseModel):
@@ -306,23 +310,9 @@ def _without_manifest(folder: Path) -> Problem:
         inside = sorted(path.name for path in folder.parent.glob("checkpoint-*")) if folder.parent.is_dir() else []
         fix = f"Its folder has {', '.join(inside)}" if inside else "Check the path; checkpoints are in train.output_dir"
         return Problem(code="CHECKPOINT_NOT_FOUND", key=key, message=f"{folder} is not a folder", fix=fix)
-    if list(folder.glob("*.safetensors")):
-        return Problem(
-            code="CHECKPOINT_WEIGHTS_ONLY",
-            key=key,
-            message=f"{folder} has weights only: no optimizer state and no step to resume from",
-            fix=f"For a warm start, set model: {folder} in the job and train without --resume_from_checkpoint",
-        )
-    tags = sorted(path.name for path in folder.glob("global_step*") if path.is_dir())
-    if tags and not (folder / LATEST).exists():
-        return Problem(
-            code="CHECKPOINT_NO_LATEST",
-            key=key,
-            message=f"{folder} has no file `latest`: DeepSpeed would silently train from scratch",
-            fix=f"Its tags are {', '.join(tags)}; write the one to resume into {folder / LATEST}, or choose a complete checkpoint",
-            source="deepspeed runtime/engine.py load_checkpoint",
-        )
-    if folder.name.endswith(".partial"):
+    if {PLAN, STATE} <= {path.name for path in folder.iterdir()} and not folder.name.endswith(_PARTIAL):
+        return damaged(folder, MANIFEST, "is missing")
+    if folder.name.endswith(_PARTIAL):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         return Problem(
             code="CHECKPOINT_INCOMPLETE",
@@ -338,12 +328,53 @@ def _without_manifest(folder: Path) -> Problem:
             message=f"{folder} is not a checkpoint, but a folder of checkpoints",
             fix=f"Name one of {', '.join(str(folder / name) for name in held)}",
         )
+    return (
+        _of_another_program(folder)
+        or _weights_alone(folder)
+        or Problem(
+            code="CHECKPOINT_INCOMPLETE",
+            key=key,
+            message=f"{folder} has no {MANIFEST}: it is not a complete checkpoint of the toolkit",
+            fix="Resume from a checkpoint-STEP folder that `toolkit train` wrote",
+        )
+    )
+
+
+def _of_another_program(folder: Path) -> Problem | None:
+    """Return the problem of a folder with another program's optimizer state; what it is called alone is looked at."""
+    tags = sorted(path.name for path in folder.glob("global_step*") if path.is_dir())
+    if tags and not any((folder / name).exists() for name in (LATEST, f"{LATEST}_universal")):
+        return Problem(
+            code="CHECKPOINT_NO_LATEST",
+            key=str(folder),
+            message=f"{folder} has no file `latest`: DeepSpeed would silently train from scratch",
+            fix=f"Its tags are {', '.join(tags)}; write the one to resume into {folder / LATEST}, or choose a complete checkpoint",
+            source="deepspeed runtime/engine.py load_checkpoint",
+        )
+    adoptable = any((tags, *(any(folder.glob(name)) for name in _ADOPTABLE)))
+    if not adoptable and not any(folder.glob("optimizer*")):
+        return None
+    adopt = f"Make it one of a job's: `toolkit checkpoint adopt {folder} OUT --job JOB`; or export its weights"
     return Problem(
-        code="CHECKPOINT_OTHER_TOOL" if tags else "CHECKPOINT_INCOMPLETE",
-        key=key,
-        message=f"{folder} has no {MANIFEST}: "
-        + ("another program wrote it" if tags else "it is not a complete checkpoint of the toolkit"),
-        fix=f"Make it one of a job's: `toolkit checkpoint adopt {folder} OUT --job JOB`; or export its weights"
-        if tags
-        else "Resume from a checkpoint-STEP folder that `toolkit train` wrote",
+        code="CHECKPOINT_OTHER_TOOL",
+        key=str(folder),
+        message=f"{folder} has no {MANIFEST}: another program wrote it",
+        fix=adopt
+        if adoptable
+        else "Its optimizer state cannot be read here. For a warm start, set model to its weights",
+    )
+
+
+def _weights_alone(folder: Path) -> Problem | None:
+    """Return the problem of a folder of weights, whole or of an adapter, in either format."""
+    is_safe = any(folder.glob("*.safetensors"))
+    if not is_safe and not any(folder.glob("*_model*.bin")):
+        return None
+    key = "train.lora.adapter" if (folder / "adapter_config.json").exists() else "model"
+    way = f"set {key}: {folder} in the job and train without --resume_from_checkpoint"
+    return Problem(
+        code="CHECKPOINT_WEIGHTS_ONLY",
+        key=str(folder),
+        message=f"{folder} has weights only: no optimizer state and no step to resume from",
+        fix=f"For a warm start, {way if is_safe else f'save them as safetensors (`save_pretrained`), {way}'}",
     )

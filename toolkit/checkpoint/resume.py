@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.checkpoint.best import stopped_early
 from toolkit.checkpoint.compatibility import check_resumable, known_num_steps
-from toolkit.checkpoint.discovery import latest_checkpoint, list_checkpoints
+from toolkit.checkpoint.discovery import latest_checkpoint, list_checkpoints, without_manifest
 from toolkit.checkpoint.layout import step_of
 from toolkit.checkpoint.state import State, is_readable
 from toolkit.errors import CheckpointError
@@ -49,7 +49,7 @@ def candidates(output_dir: Path, resume: str | Path | None) -> tuple[Path, ...]:
 
     Args:
         output_dir: Output folder of the run.
-        resume: A folder; `latest`; `auto` for each complete one, the latest first; None for none.
+        resume: A folder; `latest`; `auto` for each that is there, the latest first; None for none.
 
     Raises:
         CheckpointError: CHECKPOINT_NONE for `latest` if there is none.
@@ -95,15 +95,15 @@ def resume_point(
 
 def skip_damaged(error: CheckpointError, *, skips: bool, say: Callable[[str], None]) -> None:
     """Report that a damaged checkpoint is skipped; raise the error if it is not damage, or skipping is not allowed."""
-    if not skips or set(error.codes) != {"CHECKPOINT_DAMAGED"}:
+    if not skips or not set(error.codes) <= {"CHECKPOINT_DAMAGED", "CHECKPOINT_INCOMPLETE"}:
         raise error
     say(f"warning: {error.problems[0].message}; it is skipped")
 
 
 def _latest_first(output_dir: Path) -> tuple[Path, ...]:
-    """Return the complete checkpoints of a run, the one saved last first; those whose time is unknown, by their step."""
+    """Return what has a checkpoint's name, the one saved last first; those whose time is unknown, by their step."""
     ordered: list[Path] = []
-    for folder in reversed(list_checkpoints(output_dir)):
+    for folder in reversed((*without_manifest(output_dir), *list_checkpoints(output_dir))):
         place = len(ordered)
         if not is_readable(folder):
             steps = [step_of(other) or 0 for other in ordered]
@@ -114,7 +114,7 @@ def _latest_first(output_dir: Path) -> tuple[Path, ...]:
 
 def set_aside(output_dir: Path) -> None:
     """Rename the checkpoints of a run that starts again because none is valid: its new ones would replace them."""
-    for folder in list_checkpoints(output_dir):
+    for folder in (*without_manifest(output_dir), *list_checkpoints(output_dir)):
         number, target = 0, folder.with_name(f"damaged-{folder.name}")
         while target.exists():
             number += 1
