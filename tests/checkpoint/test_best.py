@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from plan_jobs import plan_of
 
-from toolkit.checkpoint.best import Best, best_checkpoint, stopped_early
+from toolkit.checkpoint.best import Best, best_checkpoint, best_step, stopped_early
 from toolkit.checkpoint.discovery import rotate
 from toolkit.errors import RunError
 from toolkit.planning.plan import Plan
@@ -61,6 +61,26 @@ def test_what_was_kept_of_another_metric_says_nothing(tmp_path: Path) -> None:
     other = _plan(early_stopping_patience=1, metric_for_best_model="accuracy")
     assert not stopped_early(other, state)
     assert not stopped_early(_plan(), state)
+
+
+@pytest.mark.parametrize(
+    "kept", [None, 3, [], {}, {"saved": [1]}, {"saved": {}}, {"saved": {"step": "2"}}, {"saved": {"step": True}}]
+)
+def test_whatever_else_hooks_keep_names_no_checkpoint(tmp_path: Path, kept: Any) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    if isinstance(kept, dict):
+        kept["metric"] = "eval_loss"
+    assert best_step({"best": kept}) is None
+    assert best_checkpoint(_plan(tmp_path), {"best": kept}) is None
+
+
+def test_the_best_is_known_while_it_is_written(tmp_path: Path) -> None:
+    """Behind the training: another save may begin before it is there, and must not delete it in its rotation."""
+    plan, state = _plan(tmp_path), {}
+    Best(plan, state).saved({"eval_loss": 1.0}, 2)
+    assert Best(plan, state).folder is None
+    assert Best(plan, state).promised == tmp_path / "checkpoint-2"
+    assert Best(_plan(tmp_path, load_best_model_at_end=False, early_stopping_patience=1), state).promised is None
 
 
 def test_an_unknown_metric_is_named() -> None:

@@ -68,6 +68,15 @@ def test_a_damaged_checkpoint_hides_no_other(run, capsys):
     assert lines[-1].split()[:3] == ["10", "3", "4"]
 
 
+def test_one_that_lost_its_manifest_is_shown(run, capsys):
+    (run / "checkpoint-10" / "manifest.json").unlink()
+    assert main(["checkpoint", "list", str(run), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(row["step"], row["damaged"]) for row in rows] == [(10, True), (9, False)]
+    assert main(["checkpoint", "verify", str(run / "checkpoint-10")]) == 1
+    assert "manifest.json is missing" in capsys.readouterr().err
+
+
 BROKEN = {
     "one bit": ("state.json", lambda text: text.replace(b'"step": 9', b'"step": 8'), False),
     "plan": ("plan.json", lambda text: b"{", False),
@@ -225,6 +234,25 @@ def test_prune_keeps_the_newest_and_the_best(run, capsys):
     assert "deleted" in capsys.readouterr().out
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-11", "checkpoint-13", "checkpoint-9"]
     assert _prune(capsys, run, "--keep", "1", "--yes") == ([], kept)
+
+
+def test_prune_asks_the_last_whole_one_for_the_best(run, capsys):
+    """Of hooks that keep something else under the same name it learns nothing."""
+    for step, best in ((12, {"saved": {"value": 1.0, "step": 9}}), (13, {"saved": [9]})):
+        folder = shutil.copytree(run / "checkpoint-10", run / f"checkpoint-{step}")
+        (folder / "global_step10").rename(folder / f"global_step{step}")
+        changed = {"step": step, "saved_at": 1e9 + step, "hooks": {"best": best}}
+        State.load(run / "checkpoint-10").model_copy(update=changed).save(folder)
+        agree(folder)
+    assert _prune(capsys, run, "--keep", "1")[0] == ["9", "10", "12"]
+    (run / "checkpoint-13" / "shard.pt").unlink()
+    removed, kept = _prune(capsys, run, "--keep", "1", "--yes")
+    assert removed == ["10"]
+    assert {step: reason.partition(":")[0] for step, reason in kept.items()} == {
+        "9": "the best",
+        "12": "one of the newest 1",
+        "13": "damaged",
+    }
 
 
 def test_prune_never_deletes_the_only_whole_one(run, capsys):

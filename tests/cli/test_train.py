@@ -560,6 +560,35 @@ def test_a_damaged_checkpoint_does_not_stop_the_report(root, tmp_path):
     assert not is_finished(plan)
 
 
+def test_the_best_is_exported_or_it_is_said_that_it_is_gone(root, tmp_path, capsys, monkeypatch):
+    from toolkit.checkpoint.state import State
+    from toolkit.cli.train_report import export_finished
+
+    exported = []
+
+    def no_room(source: Path, *_: object, **__: object) -> None:
+        exported.append(source)
+        raise RunError.of(code="EXPORT_WRITE", message="no room", fix="Make some")
+
+    monkeypatch.setattr("toolkit.cli.export.load_exporter", lambda: no_room)
+    best = {"load_best_model_at_end": True, "eval_steps": 4, "output_dir": str(tmp_path)}
+    plan = read_plan(write_job(root, "best", train=best, data={"validation_fraction": 0.2}))
+    values = {"num_steps": 8, "zero_stage": 2, "world_size": 2, "train_batch_size": 8, "versions": {}}
+    hooks = {"best": {"metric": "eval_loss", "saved": {"value": 1.0, "step": 4}}}
+    for step in (4, 8):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        State(step=step, saved_at=float(step), hooks=hooks, **values).save(folder)
+        agree(folder)
+    assert export_finished(plan) is None
+    assert "is not there" not in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    assert export_finished(plan) is None
+    said = f"the best checkpoint, {tmp_path / 'checkpoint-4'}, is not there: the last one is exported"
+    assert said in capsys.readouterr().err
+    assert exported == [tmp_path / "checkpoint-4", tmp_path / "checkpoint-8"]
+
+
 def test_a_run_goes_on_from_a_checkpoint_that_is_whole(root, tmp_path, capsys):
     from toolkit.checkpoint.state import State
     from toolkit.cli.train_checks import checked_plan

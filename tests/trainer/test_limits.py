@@ -48,6 +48,24 @@ def test_a_save_does_not_count_as_a_step(clock_time: Time) -> None:
     assert not clock.is_up
 
 
+def test_a_save_behind_the_training_takes_as_long_as_its_files(clock_time: Time) -> None:
+    """Not as long as training waits for it; and a save that begins while one is being written waits for that one."""
+    clock = Clock(Limits.of(stop_after=None, max_hours=1.0, signal_seconds=30.0), checkpoint_bytes=0)
+    clock.saved(2.0, behind=True)
+    clock_time.now += 40
+    clock.written(42.0)
+    clock_time.now = 4600 - 36 - 42 - 1
+    assert not clock.is_up
+    clock.saved(2.0, behind=True)  # of the 42 s 40 are left
+    assert clock.is_up
+    clock_time.now += 40
+    clock.written(20.0)
+    clock.signal()
+    assert clock.lets_save
+    clock.saved(2.0, behind=True)
+    assert not clock.lets_save, "18 s are left of the one, and 20 of 30 are needed for the other"
+
+
 def test_a_signal_leaves_so_much_time(clock_time: Time) -> None:
     clock = Clock(Limits(signal_seconds=30.0), checkpoint_bytes=10**9)
     assert clock.lets_save

@@ -17,6 +17,7 @@ from train_jobs import curve, job_values, records, write_inputs
 
 from toolkit.checkpoint import shared
 from toolkit.checkpoint.discovery import list_checkpoints
+from toolkit.checkpoint.files import Files
 from toolkit.config.job import Job
 from toolkit.config.user_code import find_beside
 from toolkit.errors import RunError, ToolkitError
@@ -198,6 +199,21 @@ def _name_sets(root: Path, results: dict[str, Any], name: str, **sections: Any) 
     results[name] += [_run(root, f"{name}-parts", resume="latest", **sections)]
 
 
+def _behind(root: Path, results: dict[str, Any]) -> None:
+    """Saves behind the training of which none is complete before the next begins, or the run ends."""
+    is_done = Files.is_done
+    Files.is_done = property(lambda files: False)  # type: ignore[method-assign, assignment]
+    try:
+        watched = {key: value for key, value in WATCHED.items() if key not in ("samples", "compute_metrics")}
+        sections = {"data": {"validation_fraction": 0.25}, "train": watched | {"save_async": True}}
+        results["behind"] = _run(root, "behind", **sections)
+        train = {"weight_decay": 0.1, "save_async": True}
+        results["behind-first"] = _run(root, "behind-parts", told=Told(step=5), train=train)
+    finally:
+        Files.is_done = is_done  # type: ignore[method-assign]
+    results["behind-second"] = _run(root, "behind-parts", resume="latest", train=train)
+
+
 def _check_watched(root: Path, results: dict[str, Any], name: str) -> None:
     whole, again, _, second = results[name]
     assert isinstance(whole, TrainResult), whole
@@ -271,6 +287,7 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     results["windows-first"] = _run(root, "window-parts", stop_after=4, train=windows)
     results["windows-second"] = _run(root, "window-parts", resume="checkpoint-4", train=windows)
     _watch(root, results, "watched")
+    _behind(root, results)
     _name_sets(root, results, "named")
     thread = threading.Thread(target=lambda: results.update(thread=_run(root, "thread", train={"max_steps": 3})))
     thread.start()
@@ -454,6 +471,29 @@ def test_steps_are_profiled_on_every_rank(root: Path, results: dict[str, Any]) -
 
 def test_the_best_checkpoint_stays_and_a_run_ends_early(root: Path, results: dict[str, Any]) -> None:
     _check_watched(root, results, "watched")
+
+
+def test_the_best_stays_that_was_being_written_when_the_next_save_began(root: Path, results: dict[str, Any]) -> None:
+    done = results["behind"]
+    assert isinstance(done, TrainResult), done
+    evaluated = [line for line in records(root / "behind") if "eval_loss" in line and line["step"]]
+    best = min(evaluated, key=lambda line: line["eval_loss"])["step"]
+    assert best + 2 == done.step < 30
+    assert done.best_checkpoint == root / "behind" / f"checkpoint-{best}"
+    assert [path.name for path in list_checkpoints(root / "behind")] == [
+        f"checkpoint-{step}" for step in (best, done.step)
+    ]
+
+
+def test_a_signal_while_a_checkpoint_is_being_written_loses_nothing(root: Path, results: dict[str, Any]) -> None:
+    """That one is completed, the last step is saved after it, and the run goes on bit for bit."""
+    first, second = results["behind-first"], results["behind-second"]
+    assert (first.step, first.interrupted, first.checkpoint.name) == (6, True, "checkpoint-6")
+    log = (root / "behind-parts.log").read_text()
+    assert log.index(f"saved {root / 'behind-parts' / 'checkpoint-4'}") < log.index("checkpoint-6 (")
+    assert f"resumed from {first.checkpoint} at step 6" in log
+    assert (second.step, curve(root / "behind-parts")) == (8, curve(root / "whole-2"))
+    assert [path.name for path in list_checkpoints(root / "behind-parts")] == ["checkpoint-6", "checkpoint-8"]
 
 
 def test_named_validation_sets_have_metrics_of_their_own(root: Path, results: dict[str, Any]) -> None:

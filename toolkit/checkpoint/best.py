@@ -67,6 +67,11 @@ class Best:
         """The best checkpoint; None if the job does not ask for it, or none was saved."""
         return best_checkpoint(self._plan, self._state)
 
+    @property
+    def promised(self) -> Path | None:
+        """The same, even while it is still being written."""
+        return promised_checkpoint(self._plan, self._state)
+
     def _kept(self) -> dict[str, Any]:
         return dict(_kept(self._plan, self._state) or {"metric": self._train.best_metric})
 
@@ -90,11 +95,24 @@ def stopped_early(plan: Plan, state: Mapping[str, Any]) -> bool:
 
 def best_checkpoint(plan: Plan, state: Mapping[str, Any]) -> Path | None:
     """Return the best checkpoint that a `run.state` names, if the plan asks for it and it is there."""
-    saved = (_kept(plan, state) or {}).get(_SAVED)
-    if not plan.job.train.load_best_model_at_end or not isinstance(saved, dict):
+    folder = promised_checkpoint(plan, state)
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def best_step(state: Mapping[str, Any]) -> int | None:
+    """Return the step of the best checkpoint that a `run.state` names, whatever else hooks keep there."""
+    kept = state.get(_KEY)
+    saved = kept.get(_SAVED) if isinstance(kept, dict) else None
+    step = saved.get("step") if isinstance(saved, dict) else None
+    return step if type(step) is int else None
+
+
+def promised_checkpoint(plan: Plan, state: Mapping[str, Any]) -> Path | None:
+    """Return the same, whether it is there or not."""
+    if not plan.job.train.load_best_model_at_end or _kept(plan, state) is None:
         return None
-    folder = plan.output_dir / checkpoint_name(int(saved["step"]))
-    return folder if folder.is_dir() else None
+    step = best_step(state)
+    return None if step is None else plan.output_dir / checkpoint_name(step)
 
 
 def _kept(plan: Plan, state: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -37,10 +38,12 @@ class Files:
 
     Attributes:
         entries: Entries of the files that are complete.
+        ended_at: When all was written after `start`, by `time.perf_counter`; None before.
     """
 
     def __init__(self, folder: Path, *, copy: HostCopy | None = None) -> None:
         self.entries: dict[str, Entry] = {}
+        self.ended_at: float | None = None
         self._folder, self._copy = folder, copy
         self._waiting: list[Callable[[], None]] = []
         self._work: Future[None] | None = None
@@ -90,6 +93,7 @@ class Files:
         except BaseException as error:
             done.set_exception(error)
         else:
+            self.ended_at = time.perf_counter()
             done.set_result(None)
 
     @property

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint.best import best_step
 from toolkit.checkpoint.compatibility import inexact
 from toolkit.checkpoint.discovery import list_checkpoints
 from toolkit.checkpoint.layout import MODEL, PROBE, RANDOM, checkpoint_name, tag_of
@@ -146,9 +147,8 @@ def _best(whole: list[Path]) -> Path | None:
     """Return the checkpoint of the best evaluation, as the last one knows it (`toolkit.checkpoint.best`)."""
     if not whole:
         return None
-    saved = State.load(whole[-1]).hooks.get("best")
-    step = (saved.get("saved") or {}).get("step") if isinstance(saved, dict) else None  # type: ignore[union-attr]
-    folder = whole[-1].with_name(checkpoint_name(step)) if isinstance(step, int) else None
+    step = best_step(State.load(whole[-1]).hooks)
+    folder = None if step is None else whole[-1].with_name(checkpoint_name(step))
     return folder if folder in whole else None
 
 

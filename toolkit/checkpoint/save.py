@@ -82,8 +82,12 @@ def begin_save(
     probe: bool,
     sources: Sources | None,
     then: Callable[[Path], None],
-) -> None:
-    """Save a run as `save` does, and call `then` on every rank when the checkpoint is complete."""
+) -> Files:
+    """Save a run as `save` does, and call `then` on every rank when the checkpoint is complete.
+
+    Returns:
+        The files of this rank's engine, which with `train.save_async` are still being written.
+    """
     run.finish_saving()
     target = Path(path)
     partial = target.parent / f".{target.name}.partial"
@@ -115,6 +119,7 @@ def begin_save(
         run.save_behind(unpublished)
     else:
         unpublished.publish()
+    return files
 
 
 def prepare_copy(run: Run) -> None:

@@ -26,17 +26,17 @@ def register(app: typer.Typer) -> None:
 def list_command(
     output_dir: Annotated[Path, typer.Argument(help="The job's train.output_dir.")], as_json: JsonOption = False
 ) -> None:
-    """List the complete checkpoints of a run, in the order in which they were saved.
+    """List the checkpoints of a run, in the order in which they were saved; first those that are damaged or have no manifest.
 
     Example: `toolkit checkpoint list runs/my-job`
 
     JSON keys: checkpoints (path, step, zero_stage, world_size, pipeline, tensor, bytes, saved, damaged); of a damaged one, whose own
     description cannot be read, only path and step are known.
     """
-    from toolkit.checkpoint.discovery import list_checkpoints
+    from toolkit.checkpoint.discovery import list_checkpoints, without_manifest
 
     _check_output_dir(output_dir)
-    rows = [_describe(folder) for folder in list_checkpoints(output_dir)]
+    rows = [_describe(folder) for folder in (*without_manifest(output_dir), *list_checkpoints(output_dir))]
     if as_json:
         print_json({"checkpoints": rows})
         return

@@ -108,14 +108,18 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
         checkpoint: Checkpoint to export; the last of output_dir when left out.
         verify_first: Whether to verify its checksums; not needed if the run's own processes have just hashed it.
     """
-    from toolkit.checkpoint.best import best_checkpoint
+    from toolkit.checkpoint.best import promised_checkpoint
     from toolkit.checkpoint.discovery import latest_checkpoint
     from toolkit.checkpoint.state import State
     from toolkit.cli.export import describe_checks, load_exporter
 
-    source = checkpoint or latest_checkpoint(plan.output_dir)
+    source = checkpoint or last_checkpoint(plan) or latest_checkpoint(plan.output_dir)
     try:
-        source = best_checkpoint(plan, State.load(source).hooks) or source
+        best = promised_checkpoint(plan, State.load(source).hooks)
+        if best is not None and best.is_dir():
+            source = best
+        elif best is not None:
+            say(f"warning: the best checkpoint, {best}, is not there: the last one is exported")
         say(f"exporting {source} ...")
         done = load_exporter()(
             source,

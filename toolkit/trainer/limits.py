@@ -61,16 +61,29 @@ class Clock:
         left = 0.0 if limits.ends_at is None else limits.ends_at - self._at
         self._spare = min(max(_SPARE_SHARE * left, _LEAST_SPARE_SECONDS), _MOST_SPARE_SECONDS)
         self._signalled_at: float | None = None
+        self._writing_since: float | None = None
 
     def step(self) -> None:
         """Begin a step: what was done since the last call counts as one, evaluations included."""
         now = time.time()
         self._longest, self._at = max(self._longest, now - self._at), now
 
-    def saved(self, seconds: float) -> None:
-        """Take the time of a save, which is foreseen apart from that of a step."""
-        self._save_seconds = seconds
-        self._at += seconds
+    def saved(self, waited: float, *, behind: bool = False) -> None:
+        """Take the time for which training waited for a save, which is foreseen apart from that of a step.
+
+        Args:
+            waited: Seconds.
+            behind: Whether the rest is written behind the training, until `written`.
+        """
+        self._at += waited
+        if behind:
+            self._writing_since = time.time() - waited
+        else:
+            self._save_seconds = waited
+
+    def written(self, seconds: float) -> None:
+        """Take the time that a save behind the training took, copy and files: what waits for the last one waits as long."""
+        self._save_seconds, self._writing_since = seconds, None
 
     def signal(self) -> None:
         """Note that a signal to end has come."""
@@ -81,7 +94,7 @@ class Clock:
         """Whether the session must end so that its checkpoint is complete in time."""
         if self._limits.ends_at is None:
             return False
-        needed = _STEPS_UNTIL_HEARD * self._longest + self._save_seconds + self._spare
+        needed = _STEPS_UNTIL_HEARD * self._longest + self._seconds_to_save() + self._spare
         return time.time() + needed >= self._limits.ends_at
 
     @property
@@ -89,4 +102,10 @@ class Clock:
         """Whether a save takes less time than is left after a signal, as far as one is known."""
         if self._limits.signal_seconds is None or self._signalled_at is None:
             return True
-        return time.time() - self._signalled_at + self._save_seconds < self._limits.signal_seconds
+        return time.time() - self._signalled_at + self._seconds_to_save() < self._limits.signal_seconds
+
+    def _seconds_to_save(self) -> float:
+        """Return the time of a save that begins now, after the one that is being written."""
+        since = self._writing_since
+        left = 0.0 if since is None else max(self._save_seconds - (time.time() - since), 0.0)
+        return left + self._save_seconds

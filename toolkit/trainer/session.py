@@ -311,7 +311,8 @@ class Session:
             self.reporter.say(line)
 
     def _save(self, *, probe: bool) -> None:
-        run, best = self.run, self.best.folder  # a later one may not be complete when this one is
+        run = self.run
+        best = self.best.promised  # now: a later one may not be complete when this one is
         began = time.perf_counter()
         waited: list[float] = []
 
@@ -319,10 +320,12 @@ class Session:
             seconds = format_seconds(time.perf_counter() - began)
             behind = f", training waited {format_seconds(waited[0])}" if waited else ""
             self.reporter.say(f"saved {folder} ({seconds}{behind})")
+            if waited:  # it was written behind the training
+                self.clock.written((files.ended_at or time.perf_counter()) - began)
             if run.world.is_main:
                 rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit, best=best)
 
-        begin_save(
+        files = begin_save(
             run,
             self.plan.output_dir / checkpoint_name(run.step_count),
             tokenizer=self.tokenizer,
@@ -331,7 +334,7 @@ class Session:
             then=complete,
         )
         waited.append(time.perf_counter() - began)
-        self.clock.saved(waited[0])
+        self.clock.saved(waited[0], behind=self.plan.job.train.save_async)
         run.should_save = False
         run.memory.end("save")
         run.agree_to_stop()  # else a stop requested during the save would take another step and save
