@@ -1,5 +1,6 @@
 import json
 import resource
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -120,6 +121,17 @@ def test_what_killed_exports_left_is_removed(tmp_path):
         assert not left.exists()
         with staged_folder(tmp_path / "other", overwrite=False):
             assert own.exists(), "of a process that lives"
+    assert {path.name for path in tmp_path.iterdir()} == {"out[1]", "other"}
+    # One that was killed between its last two renames: what it was about to replace comes back, and is kept unless told otherwise.
+    (target / "old").touch()
+    target.rename(tmp_path / left.name.replace(".partial-", ".replaced-"))
+    with pytest.raises(CheckpointError), staged_folder(target, overwrite=False):
+        pass
+    assert [path.name for path in target.iterdir()] == ["old"]
+    shutil.copytree(target, tmp_path / left.name.replace(".partial-", ".replaced-"))
+    with staged_folder(target, overwrite=True) as own:
+        (own / "new").touch()
+    assert [path.name for path in target.iterdir()] == ["new"]
     assert {path.name for path in tmp_path.iterdir()} == {"out[1]", "other"}
 
 

@@ -159,6 +159,8 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
         CheckpointError: EXPORT_EXISTS, if `target` is not empty and `overwrite` is false.
         RunError: EXPORT_WRITE, if writing fails.
     """
+    host = socket.gethostname()
+    _remove_abandoned(target, host)
     if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError.of(
             code="EXPORT_EXISTS",
@@ -166,10 +168,8 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
             message=f"{target} exists and is not empty",
             fix="Name a new folder, or pass overwrite=True (--overwrite) to replace it",
         )
-    host = socket.gethostname()
     staged = target.with_name(f".{target.name}.partial-{host}-{os.getpid()}")
     replaced = target.with_name(f".{target.name}.replaced-{host}-{os.getpid()}")
-    _remove_abandoned(target, host)
     try:
         with _disk(target):
             make_folder(staged.parent)
@@ -181,22 +181,34 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
             staged.rename(target)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-        if replaced.exists():
-            if not target.exists():
-                replaced.rename(target)
-            elif replaced.is_dir():
-                shutil.rmtree(replaced, ignore_errors=True)
-            else:
-                replaced.unlink()
+        _put_back(replaced, target)
+
+
+def _put_back(replaced: Path, target: Path) -> None:
+    """Give what was to be replaced its name again if nothing has that; else remove it."""
+    if not replaced.exists():
+        return
+    if not target.exists():
+        replaced.rename(target)
+    elif replaced.is_dir():
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        replaced.unlink()
 
 
 def _remove_abandoned(target: Path, host: str) -> None:
-    """Remove the hidden partial folders of killed exports to `target`, each as large as the model."""
-    stem = f".{target.name}.partial-{host}-"
-    for path in target.parent.glob(f"{glob.escape(stem)}*"):
-        pid = path.name.removeprefix(stem)
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove the hidden folders of killed exports to `target`, each as large as the model; what one was about to replace comes back."""
+    for kind in ("partial", "replaced"):
+        stem = f".{target.name}.{kind}-{host}-"
+        for path in target.parent.glob(f"{glob.escape(stem)}*"):
+            pid = path.name.removeprefix(stem)
+            if not pid.isdecimal() or psutil.pid_exists(int(pid)):
+                continue
+            if kind == "partial":
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with _disk(target):
+                    _put_back(path, target)
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
