@@ -23,9 +23,16 @@ def list_checkpoints(output_dir: Path) -> tuple[Path, ...]:
 
 
 def without_manifest(output_dir: Path) -> tuple[Path, ...]:
-    """Return what has a checkpoint's name and no manifest, by step: another program's, or a copy that is not whole; no run of ours leaves one."""
+    """Return folders with a checkpoint's name and no manifest, by step: another program's, or copies that are not whole.
+
+    No run of ours leaves one. Empty folders, and those with hidden files alone, are left out.
+    """
+
+    def holds_something(path: Path) -> bool:
+        return not (path / MANIFEST).is_file() and any(not inside.name.startswith(".") for inside in path.iterdir())
+
     found = (path for path in output_dir.glob("checkpoint-*") if step_of(path) is not None and path.is_dir())
-    return tuple(sorted((path for path in found if not (path / MANIFEST).is_file() and any(path.iterdir())), key=_step))
+    return tuple(sorted(filter(holds_something, found), key=_step))
 
 
 def latest_checkpoint(output_dir: Path) -> Path:
