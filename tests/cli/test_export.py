@@ -519,7 +519,8 @@ def as_universal(own: Path, folder: Path) -> None:
         for name, value in tensors.items():
             (tag / "zero" / name).mkdir(parents=True, exist_ok=True)
             torch.save({"param": value}, tag / "zero" / name / f"{'fp32' if kind == 'master' else kind}.pt")
-            torch.save(torch.tensor(4.0), tag / "zero" / name / "step.pt")
+            # A tensor of torch's AdamW, a number of DeepSpeed's own.
+            torch.save(torch.tensor(4.0) if "norm" in name else 4, tag / "zero" / name / "step.pt")
     (folder / "latest_universal").write_text(tag.name)
 
 

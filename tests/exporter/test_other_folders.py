@@ -130,6 +130,20 @@ def test_the_folder_of_a_tag_itself(tmp_path: Path, model: Path, capsys: pytest.
         _export(capsys, folder, "--out", tmp_path / "out", "--model", model, "--overwrite")
 
 
+def test_of_two_tags_the_later_one_is_read(tmp_path: Path) -> None:
+    """DeepSpeed's converter writes beside the tag that it converts, and the run may go on there."""
+    folder, converted = _plain(tmp_path), "global_step7_universal"
+    (_universal(tmp_path) / converted).rename(folder / converted)
+    (folder / "latest_universal").write_text(converted)
+    for tag, wanted in (("global_step7", converted), ("global_step9", "global_step9"), ("global_step11", converted)):
+        if tag != "global_step11":  # deleted after its conversion
+            next(path for path in folder.glob("global_step?")).rename(folder / tag)
+        (folder / "latest").write_text(tag)
+        found = find_other(folder)
+        assert found is not None
+        assert found.weights.name == wanted
+
+
 REFUSED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no config.json": ("plain", lambda folder: None, "EXPORT_CONFIG"),
     "latest of nothing": ("plain", lambda folder: (folder / "latest").write_text("global_step8"), "EXPORT_LATEST"),

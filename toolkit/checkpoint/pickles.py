@@ -68,7 +68,7 @@ def read_pickle(
 
 
 def read_tensor(folder: Path, name: str, *, start: int = 0, length: int | None = None) -> torch.Tensor:
-    """Read one tensor that `torch.save` wrote as a file, or as a part of one.
+    """Read one tensor, or one number, that `torch.save` wrote as a file, or as a part of one.
 
     Args:
         folder: Folder that must contain the file.
@@ -93,6 +93,8 @@ def read_tensor(folder: Path, name: str, *, start: int = 0, length: int | None =
             value = _load(io.BytesIO(content), stand_ins=True, map_location="cpu", mmap=False)
         if isinstance(value, dict):  # DeepSpeed's universal format: with the dim that tensor ranks share
             value = value.get("param")
+    if isinstance(value, int | float):  # in the same, the count of steps of DeepSpeed's own Adam
+        value = torch.tensor(value)
     if not isinstance(value, torch.Tensor):
         raise ValueError("has no tensor")
     return value.detach()

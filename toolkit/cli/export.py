@@ -128,7 +128,7 @@ def _load_quickly(checkpoint: Path, model: Path, *, trust_remote_code: bool) -> 
     """Return `tk.export` for one checkpoint and the end of the process: without packages that DeepSpeed's files of whole models do not need."""
     from toolkit.modeling.lean_imports import lean_imports, quick_imports
 
-    adapters = [folder / "adapter_config.json" for folder in (checkpoint / MODEL, model)]
+    adapters = [folder / "adapter_config.json" for folder in (checkpoint / MODEL, checkpoint, checkpoint.parent, model)]
     needs_all = trust_remote_code or any(path.exists() for path in adapters) or any(checkpoint.glob("*/engine.json"))
     with quick_imports() if needs_all else lean_imports():
         return load_exporter()

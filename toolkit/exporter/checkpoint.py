@@ -178,11 +178,15 @@ def _export_other(
         raise CheckpointError(_no_probe(other.root))
     if not options["trust_remote_code"] and _has_code(model_dir):
         raise CheckpointError(brings_code(model_dir))
+    # Of a model with peft Trainer and DeepSpeed leave out what is frozen (transformers trainer.py _save_optimizer_and_scheduler).
+    has_base = options["merge_adapter"] and model is not None and any(model.glob("*.safetensors"))
     report = export_checkpoint(
         other.root,
         output_dir,
         tag_dir=other.weights,
         model_dir=model_dir,
+        peft_dir=other.adapter_dir,
+        base_dir=model if has_base else None,
         dtype=None if dtype is None else DTYPES[dtype],
         other=other,
         **options,

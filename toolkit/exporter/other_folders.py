@@ -22,7 +22,7 @@ INDEX = ".metadata"
 _MAX_TAG_BYTES = 1000
 # Folders of weights inside those that Accelerate and Trainer save under FSDP (accelerate utils/constants.py FSDP_MODEL_NAME).
 _FSDP = "pytorch_model_fsdp"
-_CONFIG = "config.json"
+_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class OtherFolder:
         format: Format of the weights.
         weights: Folder of their files.
         model_dir: Folder with config.json, near the weights; None if there is none.
+        adapter_dir: Folder with adapter_config.json, which peft saves without the config.json of the base; None if there is none.
         step: Optimizer steps done, if a file or a name says it.
     """
 
@@ -41,6 +42,7 @@ class OtherFolder:
     format: Format
     weights: Path
     model_dir: Path | None
+    adapter_dir: Path | None
     step: int | None = None
 
 
@@ -54,20 +56,22 @@ def find_other(folder: Path) -> OtherFolder | None:
         return None
     for format_, weights in _candidates(folder):
         near = (folder, folder / "model", weights, folder.parent)
-        model_dir = next((path for path in near if (path / _CONFIG).is_file()), None)
+        model_dir, adapter_dir = (
+            next((path for path in near if (path / name).is_file()), None) for name in (_CONFIG, _ADAPTER_CONFIG)
+        )
         step = _step(weights.name) or _step(folder.name)
-        return OtherFolder(root=folder, format=format_, weights=weights, model_dir=model_dir, step=step)
+        return OtherFolder(
+            root=folder, format=format_, weights=weights, model_dir=model_dir, adapter_dir=adapter_dir, step=step
+        )
     return None
 
 
 def _candidates(folder: Path) -> Iterator[tuple[Format, Path]]:
-    for name in (UNIVERSAL_LATEST, LATEST):
-        if (folder / name).is_file():
-            tag = _named_tag(folder, name)
-            if (tag / "zero").is_dir():
-                yield "universal", tag
-            elif is_engine_tag(tag):
-                yield "deepspeed", tag
+    for tag in _named_tags(folder):
+        if (tag / "zero").is_dir():
+            yield "universal", tag
+        elif is_engine_tag(tag):
+            yield "deepspeed", tag
     if (folder / "zero").is_dir() and any(folder.glob("zero/*/fp32.pt")):
         yield "universal", folder
     if is_engine_tag(folder):
@@ -75,6 +79,19 @@ def _candidates(folder: Path) -> Iterator[tuple[Format, Path]]:
     for path in (folder, *sorted(folder.glob(f"{_FSDP}*"))):
         if (path / INDEX).is_file():
             yield "distributed", path
+
+
+def _named_tags(folder: Path) -> list[Path]:
+    """Return the tags that files name, the latest first: a run that was converted may have gone on since, in the same folder."""
+    tags: list[Path] = []
+    for name in (UNIVERSAL_LATEST, LATEST):
+        if (folder / name).is_file():
+            try:
+                tags.append(_named_tag(folder, name))
+            except CheckpointError:
+                if not tags:  # what was converted may be gone
+                    raise
+    return sorted(tags, key=lambda tag: _step(tag.name) or 0, reverse=True)
 
 
 def _named_tag(folder: Path, name: str) -> Path:
