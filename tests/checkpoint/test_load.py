@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import re
 import shutil
@@ -10,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -199,13 +201,48 @@ def _alone(rank: int, root_name: str, names: Sequence[str]) -> dict[Any, Any]:
     return results
 
 
-def _unwritable(rank: int, plan: Any, root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Below a file, and in folders of which each rank has its own."""
+def _split(run: Any) -> None:
+    """Let the optimizer of the card step half of the sub-groups: DeepSpeed tells those of a card by a device that is not `cpu`."""
+    zero = run.engine.optimizer
+    count = len(zero.fp32_partitioned_groups_flat)
+    assert count > 1
+    zero.subgroup_to_device = {number: "cpu:0" if number < count // 2 else "cpu" for number in range(count)}
+
+
+def _twin_flow(rank: int, root_name: str) -> dict[str, Any]:
+    root, results = Path(root_name), {}
+    train = {"learning_rate": 0.05, "weight_decay": 0.1, "lr_scheduler_type": "linear", "max_steps": 6}
+    plain = tiny_plan("gpt2", parallel={"zero_stage": 3}, train={**train, "optimizer": "adamw_torch"})
+    plan = tiny_plan("gpt2", parallel={"zero_stage": 3, "offload": "optimizer-cpu-partial"}, train=train)
+    with tk.initialize(plain) as run:
+        results["plain"] = [_step(run, rank, step) for step in range(1, 5)]
+    with tk.initialize(plan) as run:
+        _split(run)
+        results["both"] = [_step(run, rank, step) for step in (1, 2)]
+        tk.save(run, root / "both")
+        results["both"] += [_step(run, rank, step) for step in (3, 4)]
+    with tk.initialize(plan) as run:
+        _split(run)
+        tk.load(run, root / "both")
+        results["resumed"] = [_step(run, rank, step) for step in (3, 4)]
+    with mock.patch("toolkit.engine.initialize.unite_optimizers"), tk.initialize(plan) as run:
+        _split(run)
+        _step(run, rank, 1)
+        tk.save(run, root / "one")
+    results["one"] = _codes(rank, plan, root / "one")
+    return results
+
+
+def _unwritable(rank: int, plan: Any, root: Path) -> tuple[tuple[str, ...], ...]:
+    """Below a file, in folders of which each rank has its own, and where the first rank finds no room for the manifest."""
     shared.SEEN_WITHIN_SECONDS = 0.2
     with tk.initialize(plan) as run:
         places = (root / "zero-2" / "plan.json" / "inside-a-file", root / f"node-{rank}" / "checkpoint-0")
         below, apart = (_refusal(lambda place=place: tk.save(run, place))[0] for place in places)
-    return below, apart
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with mock.patch("toolkit.checkpoint.publish.write_manifest", side_effect=full):
+            last = _refusal(lambda: tk.save(run, root / "checkpoint-9"))[0]
+    return below, apart, last
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +310,18 @@ def test_its_size_is_foreseen(results_of: list[dict[str, Any]], root: Path, name
     assert 0.98 * foreseen < written < 1.02 * foreseen + 150_000, (written, foreseen)
 
 
+@pytest.mark.full
+def test_twin_flow_schedules_saves_and_resumes_both_optimizers(root: Path) -> None:
+    """DeepSpeed saves the CPU's alone: a checkpoint without the card's moments is refused, not resumed from zeros."""
+    for result in run_distributed(_twin_flow, 2, str(root)):
+        for found, wanted in zip(result["both"], result["plain"], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-4)
+        assert result["resumed"] == result["both"][2:]
+        codes, text = result["one"]
+        assert codes == ("CHECKPOINT_LAYOUT",)
+        assert "no optimizer states" in text
+
+
 @pytest.fixture(scope="module")
 def others(root: Path) -> list[dict[str, Any]]:
     return run_distributed(_alone, 2, str(root), [name for name in ALONE if name not in DEFAULT])
@@ -311,7 +360,7 @@ def test_refusals_are_the_same_on_all_ranks(results: list[dict[str, Any]]) -> No
         assert result["absent"][0] == ("CHECKPOINT_NOT_FOUND",)
         assert result["other-length"][0] == ("CHECKPOINT_DATA",)
         assert "sequence_length=8, but" in result["other-length"][1]
-        assert result["unwritable"] == (("CHECKPOINT_UNWRITABLE",), ("OUTPUT_NOT_SHARED",))
+        assert result["unwritable"] == (("CHECKPOINT_UNWRITABLE",), ("OUTPUT_NOT_SHARED",), ("DISK_FULL",))
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

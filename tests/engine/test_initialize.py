@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from quick_python import quick_python
 from tiny_models import tiny_config, tiny_model
 
@@ -166,3 +167,10 @@ def test_without_weight_decay_or_exempt_parameters_there_is_one_group() -> None:
         weight.requires_grad = "q_proj" in name
     (group,) = parameter_groups(model, weight_decay=0.1)
     assert len(group["params"]) == tiny_config("llama").num_hidden_layers
+
+
+def test_twin_flow_has_two_optimizers_and_saves_one() -> None:
+    zero: Any = DeepSpeedZeroOptimizer_Stage3
+    assert {"backup_optimizer", "add_param_group"} <= {*zero.__init__.__code__.co_names}
+    assert {"backup_optimizer", "subgroup_to_device"} <= {*zero._optimizer_step.__code__.co_names}
+    assert "backup_optimizer" not in zero._rigid_state_dict.__code__.co_names, "no longer needed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from toolkit.checkpoint.random_state import load_random_state, load_stream_state
 from toolkit.checkpoint.state import State, saved_plan, step_problems
 from toolkit.distributed.deepspeed_private import load_files_by, sort_by_rank
 from toolkit.distributed.heartbeat import run_with_heartbeat
+from toolkit.engine.initialize import unite_optimizers
 from toolkit.engine.run import Run
 from toolkit.engine.seed import seed_random_state
 from toolkit.engine.sharded_files import ENGINE_FILE
@@ -102,6 +103,22 @@ def _load_engine(run: Run, folder: Path, tag: str) -> None:
         raise CheckpointError(damaged(folder, tag, f"cannot be loaded: {error!r:.200}")) from error
     if loaded is None:
         raise CheckpointError(damaged(folder, tag, "has nothing that the engine loads"))
+    if run.plan.profile.partial and (missing := unite_optimizers(run.engine.optimizer)):
+        done = int(run.engine.global_steps) - int(run.engine.skipped_steps)
+        if done:
+            raise CheckpointError(_without_states(folder, missing, done))
+
+
+def _without_states(folder: Path, missing: Sequence[int], done: int) -> Problem:
+    """Return the problem of a checkpoint of Twin-Flow from before both of its optimizers were saved."""
+    return Problem(
+        code="CHECKPOINT_LAYOUT",
+        key="parallel.offload",
+        message=f"{folder} has done {done} steps and has no optimizer states of {len(missing)} sub-groups, those that the card steps under "
+        "parallel.offload=optimizer-cpu-partial: DeepSpeed saves the CPU's alone, and so did this toolkit before 0.2.0",
+        fix=f"Export it (`toolkit export {folder}`), set model to the export, and train into another output_dir",
+        source="deepspeed runtime/zero/stage3.py _rigid_state_dict",
+    )
 
 
 def load_as_data(engine: Any, folder: Path) -> None:
