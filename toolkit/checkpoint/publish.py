@@ -13,7 +13,6 @@ from toolkit.checkpoint.disk import disk_errors
 from toolkit.checkpoint.files import Files
 from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
 from toolkit.distributed.world import World
-from toolkit.errors import RunError
 from toolkit.io import sync_folder
 
 
@@ -44,36 +43,40 @@ class Unpublished:
         """Wait for this rank's files and for all other ranks, then give the folder its name.
 
         Collectives:
-            A gather of errors, two of the manifest's entries, and a barrier.
+            Three gathers of errors, two of the manifest's entries.
 
         Raises:
             RunError: DISK_FULL, CHECKPOINT_UNWRITABLE, on all ranks if one could not write.
         """
-        error = None
+        partial, world = self._partial, self._world
+        self._together(self._files.close)
+        entries = self._gathered(self._files.entries)
+        rest = [name for name in list_files(partial) if name not in entries]
+        small: dict[str, Entry] = {}
+        mine = share(rest, rank=world.rank, world_size=world.size)
+        self._together(lambda: small.update(hash_files(partial, mine, sync=True)))
+        entries |= self._gathered(small)
+        self._together(lambda: self._rename(entries) if world.is_main else None)
+        self._then(self._target)
+
+    def _together(self, work: Callable[[], object]) -> None:
+        """Do this rank's part of what all ranks do; raise on each of them what prevented it on one, and leave no partial folder."""
+        error: Exception | None = None
         try:
             with disk_errors(self._target):
-                self._files.close()
-        except RunError as failed:
+                work()
+        except Exception as failed:
             error = failed
         try:
             self._world.agree(error)
-        except RunError:
+        except Exception:
             if self._world.is_main:
                 shutil.rmtree(self._partial, ignore_errors=True)
             raise
-        with disk_errors(self._target):
-            self._rename()
-        self._world.barrier()
-        self._then(self._target)
 
-    def _rename(self) -> None:
-        """Hash the small files, each rank a share; then write the manifest and rename the folder on rank 0."""
-        partial, target, world = self._partial, self._target, self._world
-        entries = self._gathered(self._files.entries)
-        rest = [name for name in list_files(partial) if name not in entries]
-        entries |= self._gathered(hash_files(partial, share(rest, rank=world.rank, world_size=world.size), sync=True))
-        if not world.is_main:
-            return
+    def _rename(self, entries: dict[str, Entry]) -> None:
+        """Write the manifest and give the folder its name."""
+        partial, target = self._partial, self._target
         write_manifest(partial, entries)
         for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
             sync_folder(folder)
