@@ -107,6 +107,17 @@ def test_what_changes_after_the_copy_is_not_written(folder: Path) -> None:
     assert copy._blocks == blocks, "the memory is used again"
 
 
+def test_memory_that_is_used_again_before_the_next_file_is_copied_again() -> None:
+    """The engine gathers weights for one file after the other, at one address."""
+    copy, gathered = HostCopy(torch.device("cpu")), torch.zeros(100)
+    copy.begin()
+    first = copy.take({"weight": gathered})
+    second = copy.take({"weight": gathered.fill_(1)})
+    copy.finish()
+    assert first()["weight"].tolist() == [0] * 100
+    assert second()["weight"].tolist() == [1] * 100
+
+
 def test_safetensors(folder: Path) -> None:
     tensors = {"b": torch.arange(6).view(2, 3), "a": torch.randn(400_000), "c": torch.ones(3, dtype=torch.bfloat16)}
     files = Files(folder)

@@ -54,6 +54,7 @@ class HostCopy:
 
         Tensors of one storage share one in the copy, so that the file is the same.
         """
+        self._copied = {}  # what was copied for another file may be freed, and its address be another tensor's
         tensors: list[Any] = []
 
         class Pickler(pickle.Pickler):
@@ -118,7 +119,14 @@ class HostCopy:
         for at in range(0, len(block), _PREPARED_AT_ONCE):
             whole[at : at + _PREPARED_AT_ONCE].zero_()
         if self._device.type == "cuda":
-            # A refusal, as by `ulimit -l`, leaves memory to which copies are slower.
-            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), len(block), 0)  # type: ignore[no-untyped-call]
+            # CUDA reports a refusal again at the next call of its thread, so it has one of its own.
+            locking = threading.Thread(target=self._lock, args=(whole,), name="host copy")
+            locking.start()
+            locking.join()
         self._blocks.append(block)
         self._used.append(0)
+
+    def _lock(self, whole: Tensor) -> None:
+        """Page-lock a block; a refusal, as by `ulimit -l`, leaves memory to which copies are slower."""
+        with torch.cuda.device(self._device):  # a new thread would take the first card, and memory there
+            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)  # type: ignore[no-untyped-call]
