@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import sys
 from collections.abc import Callable
@@ -240,6 +241,14 @@ def test_what_is_read_is_verified_first(root, capsys, tmp_path):
     export(root, capsys, moments, *options, "--dtype", "fp32")
     (optimizer / "plan.json").unlink()
     assert export(root, capsys, optimizer, *options, code=2)["problems"][0]["code"] == "CHECKPOINT_DAMAGED"
+
+
+def test_a_file_that_was_read_otherwise_than_it_is_now_is_damage(root, capsys, tmp_path, monkeypatch):
+    """What its CRC-32 refuses is not exported, even if the file's checksum is right when it is read once more."""
+    monkeypatch.setattr("toolkit.checkpoint.archives.ReadChecks.agree", lambda self: False)
+    found = export(root, capsys, root / "tied-bf16" / "checkpoint-4", "--out", tmp_path / "out", code=2)["problems"]
+    assert [problem["code"] for problem in found] == ["CHECKPOINT_DAMAGED"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_verification_may_be_left_out_where_it_has_just_been_done(root, tmp_path):
@@ -553,8 +562,11 @@ def adopt(root, capsys, folder, out, *options, code=0):
 def test_a_job_adopts_what_others_wrote(root, capsys, tmp_path, name):
     own = root / "tied-bf16" / "checkpoint-4"
     FORMATS[name](own, tmp_path / name)
+    before = torch.get_rng_state(), random.getstate()
     found = adopt(root, capsys, tmp_path / name, tmp_path / "checkpoint-4")
     assert found["step"] == 4
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
     assert main(["checkpoint", "verify", str(tmp_path / "checkpoint-4"), "--deep"]) == 0
     capsys.readouterr()
     assert diff(capsys, own, tmp_path / "checkpoint-4", code=0)["equal"] == {

@@ -14,7 +14,8 @@ import os
 import threading
 from pathlib import Path
 
-_BLOCK_BYTES = 4096  # a multiple of every disk's logical block and of a page, which direct writes ask for
+# Direct writes ask for a multiple of the disk's logical block, and what is written beside them must not be of the same page: 64 KiB on some.
+_BLOCK_BYTES = max(4096, mmap.PAGESIZE)
 _STAGED_BYTES = 8 * 2**20
 
 
@@ -32,6 +33,7 @@ class BlockFile:
     def __init__(self, path: Path, head: bytes, size: int) -> None:
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._direct: int | None = None
+        self._is_direct = True
         self._staged = threading.local()
         try:
             os.ftruncate(self._handle, size)
@@ -46,7 +48,7 @@ class BlockFile:
         """Write bytes at an offset, in any thread; no other may write the same."""
         stop = start + len(values)
         first, last = -(-start // _BLOCK_BYTES) * _BLOCK_BYTES, stop // _BLOCK_BYTES * _BLOCK_BYTES
-        if first >= last or self._direct is None:
+        if first >= last or self._direct is None or not self._is_direct:
             self._write(values, start)
             return
         self._write(values[: first - start], start)
@@ -81,7 +83,7 @@ class BlockFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._direct = None  # it wants larger blocks
+                self._is_direct = False  # it wants larger blocks
                 break
             done += written
             if written % _BLOCK_BYTES:

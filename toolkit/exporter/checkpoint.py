@@ -133,7 +133,11 @@ def export(
 
     def finish(folder: Path, report: ExportReport) -> None:
         if checks is not None and not checks.agree():
-            raise_all(CheckpointError, checksum_problems(source, read_manifest(source), checked))
+            found = checksum_problems(source, read_manifest(source), checked)
+            raise_all(
+                CheckpointError,
+                found or [damaged(source, tag_of(state.step), "has tensors that were read otherwise than saved")],
+            )
         write_card(folder, report, plan, state, source.absolute().parent)
         if reason is not None:
             return

@@ -5,11 +5,14 @@ It has the form that `toolkit checkpoint convert` writes, so that the job resume
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -246,17 +249,28 @@ def _rest(plan: Plan, step: int) -> Callable[[Path], None]:
             sources=identify(plan.job),
         ).save(folder)
         (folder / RANDOM).mkdir()
-        before = torch.get_rng_state()
-        for rank in range(grid.world_size):
-            place = grid.coordinate(rank)
-            seed_random_state(plan.job.train.seed, dp_rank=place.dp, pp_rank=place.pp, step=step)
-            save_random_state(folder, rank=rank)
-        torch.set_rng_state(before)
+        with _random_state_kept():
+            for rank in range(grid.world_size):
+                place = grid.coordinate(rank)
+                seed_random_state(plan.job.train.seed, dp_rank=place.dp, pp_rank=place.pp, step=step)
+                save_random_state(folder, rank=rank)
         (folder / MODEL).mkdir()
         assert plan.model.path is not None, "or it is refused before"
         copy_plain(plan.model.path, folder / MODEL)
 
     return write
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Give the caller's random states back, of Python, NumPy, torch and its cards."""
+    before = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def _refused(folder: Path, what: str, fix: str) -> Problem:
