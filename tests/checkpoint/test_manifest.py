@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from toolkit.checkpoint import manifest as module
-from toolkit.checkpoint.manifest import hash_files, list_files, read_manifest, share, verify, write_manifest
+from toolkit.checkpoint.manifest import hash_files, list_files, read_manifest, read_small, share, verify, write_manifest
 from toolkit.errors import CheckpointError
 
 SHARD = "global_step4/zero_optim_states.pt"
@@ -180,11 +180,14 @@ def test_large_files_are_hashed_by_parts(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads((tmp_path / "manifest.json").read_text())["format"] == 2
     monkeypatch.undo()
     assert verify(tmp_path) == found
+    assert read_small(tmp_path, "large") == content
     for at in (0, 2**20, 2**21 + 2):
         changed = bytearray(content)
         changed[at] ^= 1
         (tmp_path / "large").write_bytes(changed)
         assert "large has another SHA-256" in _codes(tmp_path)[1]
+        with pytest.raises(CheckpointError, match="large has another SHA-256"):
+            read_small(tmp_path, "large")
 
 
 def test_folders_without_a_manifest(tmp_path: Path) -> None:

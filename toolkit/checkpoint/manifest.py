@@ -135,7 +135,7 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
 
 
 def read_small(folder: Path, name: str) -> bytes:
-    """Read a file of a complete checkpoint that fits in memory, and compares its checksum.
+    """Read a file of a complete checkpoint that fits in memory, and compare its checksum.
 
     Raises:
         CheckpointError: Those of `read_manifest`; CHECKPOINT_DAMAGED.
@@ -147,7 +147,9 @@ def read_small(folder: Path, name: str) -> bytes:
         content = read_plain(folder, name, max_bytes=MAX_TEXT_BYTES)
     except OSError as error:
         raise CheckpointError(damaged(folder, name, _reason(error))) from None
-    if hashlib.sha256(content).hexdigest() != entry.sha256:
+    size = entry.part_bytes or max(len(content), 1)
+    parts = [hashlib.sha256(content[at : at + size]).digest() for at in range(0, max(len(content), 1), size)]
+    if _combined(parts, whole=entry.part_bytes is None) != entry.sha256:
         raise CheckpointError(damaged(folder, name, _OTHER_CHECKSUM))
     return content
 

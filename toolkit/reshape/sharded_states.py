@@ -87,7 +87,10 @@ def sharded_states(folder: Path) -> ShardedStates:
         else:
             found.setdefault(kind, {})[name] = stored(key)
         found[MASTER].setdefault(name, stored(f"{WEIGHT}{name}"))
-    load_tensors(folder, counts, reader=reader, alone=True)
+    try:
+        load_tensors(folder, counts, reader=reader, alone=True)
+    except (ValueError, LookupError, OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(damaged_tag(folder, f"has no counts of steps: {error!r:.200}")) from error
     return ShardedStates(
         record=record,
         parts={kind: PartOfFiles(folder, reader, tensors) for kind, tensors in found.items()},
