@@ -9,13 +9,32 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from toolkit.checkpoint.layout import LATEST
 from toolkit.errors import CheckpointError, Problem
+from toolkit.io import read_plain
 from toolkit.modeling.safetensors_folder import some
 from toolkit.topology.grid import Grid
 
+_MAX_TAG_BYTES = 1000
 _RECORD = "engine.json"  # toolkit.engine.sharded_files.ENGINE_FILE, whose module imports DTensor
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+
+
+def read_tag(folder: Path, name: str = LATEST) -> str:
+    """Return the tag that a file of a checkpoint names.
+
+    Args:
+        folder: Folder of the checkpoint.
+        name: Name of the file.
+
+    Raises:
+        OSError, ValueError: The file cannot be read, or names no folder beside it.
+    """
+    tag = read_plain(folder, name, max_bytes=_MAX_TAG_BYTES).decode("utf-8").strip()
+    if not tag.isprintable() or Path(tag).name != tag:
+        raise ValueError(f"{tag!r:.80} is not a tag")
+    return tag
 
 
 def is_sharded(tag_dir: Path) -> bool:

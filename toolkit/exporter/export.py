@@ -15,16 +15,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint.archives import ReadChecks
+from toolkit.checkpoint.layout import LATEST
 from toolkit.errors import CheckpointError, Problem
 from toolkit.exporter.adapter import is_adapted, read_adapter_config
 from toolkit.exporter.contents import Contents, Kind, Opened, choose_contents
+from toolkit.exporter.engine_files import read_tag
 from toolkit.exporter.model_folder import adapted_model, copy_companions, empty_model
 from toolkit.exporter.opening import open_checkpoint
 from toolkit.exporter.other_folders import OtherFolder
 from toolkit.exporter.readback import verify_written
 from toolkit.exporter.writer import Entry, ShardWriter, staged_folder
 from toolkit.introspect import tied_keys
-from toolkit.io import read_plain
 from toolkit.modeling.conversion import revert
 from toolkit.modeling.weights import full_shapes
 from toolkit.topology.grid import Grid
@@ -33,7 +34,6 @@ Progress = Callable[[int, int], None]
 _ONE_RANK = Grid()
 # Reading, conversion and writing of a tensor let other threads run. Each holds a tensor in memory.
 _MAX_THREADS = 8
-_MAX_TAG_BYTES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,12 +227,9 @@ def _reverted(plan: Contents, model: PreTrainedModel, tensors: dict[str, Tensor]
 
 
 def _latest(checkpoint_dir: Path) -> Path:
-    latest = checkpoint_dir / "latest"
+    latest = checkpoint_dir / LATEST
     try:
-        tag = read_plain(checkpoint_dir, "latest", max_bytes=_MAX_TAG_BYTES).decode("utf-8").strip()
-        if not tag.isprintable() or Path(tag).name != tag:
-            raise ValueError(f"{tag!r:.80} is not a tag")
-        return checkpoint_dir / tag
+        return checkpoint_dir / read_tag(checkpoint_dir)
     except (OSError, ValueError) as error:
         raise CheckpointError.of(
             code="EXPORT_LATEST",

@@ -12,14 +12,12 @@ from typing import Literal
 
 from toolkit.checkpoint.layout import LATEST, MANIFEST, PLAN, STATE
 from toolkit.errors import CheckpointError, Problem
-from toolkit.exporter.engine_files import is_engine_tag
-from toolkit.io import read_plain
+from toolkit.exporter.engine_files import is_engine_tag, read_tag
 
 Format = Literal["deepspeed", "universal", "distributed"]
 
 UNIVERSAL_LATEST = "latest_universal"
 INDEX = ".metadata"
-_MAX_TAG_BYTES = 1000
 # Folders of weights inside those that Accelerate and Trainer save under FSDP (accelerate utils/constants.py FSDP_MODEL_NAME).
 _FSDP = "pytorch_model_fsdp"
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -96,9 +94,7 @@ def _named_tags(folder: Path) -> list[Path]:
 
 def _named_tag(folder: Path, name: str) -> Path:
     try:
-        tag = read_plain(folder, name, max_bytes=_MAX_TAG_BYTES).decode("utf-8").strip()
-        if not tag.isprintable() or Path(tag).name != tag:
-            raise ValueError(f"{tag!r:.80} is not a tag")
+        tag = read_tag(folder, name)
     except (OSError, ValueError) as error:
         raise CheckpointError(_no_tag(folder / name, f"cannot be read: {error}")) from None
     if not (folder / tag).is_dir():
