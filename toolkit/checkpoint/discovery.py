@@ -60,23 +60,24 @@ def latest_checkpoint(output_dir: Path) -> Path:
 def rotate(output_dir: Path, *, keep: int, best: Path | None = None) -> tuple[Path, ...]:
     """Remove the oldest complete checkpoints beyond `keep`, which is at least 1; the best and the last one stay.
 
-    A checkpoint is renamed, so that a crash leaves no partial one under a valid name, and then deleted.
-
     Returns:
         Folders that were removed.
     """
-    removed = []
     found = list_checkpoints(output_dir)
     oldest = found[:-keep]
     if best in oldest:  # it counts as one of those that stay
         oldest = tuple(path for path in found[: -max(keep - 1, 1)] if path != best)
     for path in oldest:
-        doomed = path.with_name(f".{path.name}.removed")
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-        removed.append(path)
-    return tuple(removed)
+        remove(path)
+    return oldest
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; whenever that ends, none is left under its name that is not whole."""
+    doomed = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _check_state(folder: Path, *, instead: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -150,11 +149,3 @@ def _best(whole: list[Path]) -> Path | None:
     step = best_step(State.load(whole[-1]).hooks)
     folder = None if step is None else whole[-1].with_name(checkpoint_name(step))
     return folder if folder in whole else None
-
-
-def remove(folder: Path) -> None:
-    """Delete a checkpoint; whenever that ends, none is left under its name that is not whole."""
-    doomed = folder.with_name(f".{folder.name}.removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)

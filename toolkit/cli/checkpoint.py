@@ -267,7 +267,8 @@ def prune_command(
     """
     from contextlib import nullcontext
 
-    from toolkit.checkpoint.inspection import plan_pruning, remove
+    from toolkit.checkpoint.discovery import remove
+    from toolkit.checkpoint.inspection import plan_pruning
     from toolkit.checkpoint.manifest import read_manifest
     from toolkit.launch.output_lock import hold_output
 
