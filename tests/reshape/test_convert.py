@@ -100,6 +100,16 @@ def _headers(folder: Path) -> int:
 
 
 @pytest.mark.gloo
+def test_it_replaces_no_folder_that_holds_the_checkpoint(root: Path) -> None:
+    """Asked to overwrite the run's folder, it would delete all of its checkpoints."""
+    for target in (root, root / "stages"):
+        with pytest.raises(CheckpointError, match="the checkpoint itself") as caught:
+            convert(root / "stages", target, overwrite=True)
+        assert caught.value.codes == ("EXPORT_EXISTS",)
+    verify(root / "stages")
+
+
+@pytest.mark.gloo
 def test_damage_and_what_has_no_exact_form_are_refused(root: Path, tmp_path: Path) -> None:
     damaged = shutil.copytree(root / "stages", tmp_path / "damaged")
     file = next(iter(sorted(damaged.glob("global_step2/*_optim_states.pt"))))

@@ -24,7 +24,7 @@ from toolkit.exporter.model_folder import adapted_model, copy_companions, empty_
 from toolkit.exporter.opening import open_checkpoint
 from toolkit.exporter.other_folders import OtherFolder
 from toolkit.exporter.readback import verify_written
-from toolkit.exporter.writer import Entry, ShardWriter, staged_folder
+from toolkit.exporter.writer import Entry, ShardWriter, check_apart, staged_folder
 from toolkit.introspect import tied_keys
 from toolkit.modeling.conversion import revert
 from toolkit.modeling.weights import full_shapes
@@ -113,8 +113,7 @@ def export_checkpoint(
     """
     source = Path(checkpoint_dir)
     target = Path(output_dir).absolute()
-    if source.resolve().is_relative_to(target.resolve()):
-        raise CheckpointError(_would_be_lost(source, target))
+    check_apart(source, target)
     opened = _open(
         tag_dir or _latest(source),
         model_dir or source / "model",
@@ -239,15 +238,6 @@ def _latest(checkpoint_dir: Path) -> Path:
             fix="Name a checkpoint-STEP folder of output_dir with a file named latest",
             source="deepspeed, runtime/engine.py, DeepSpeedEngine.save_checkpoint",
         ) from error
-
-
-def _would_be_lost(source: Path, target: Path) -> Problem:
-    return Problem(
-        code="EXPORT_EXISTS",
-        key=str(target),
-        message=f"{target} contains {source}, the checkpoint itself, which the export would replace",
-        fix="Name another folder",
-    )
 
 
 def _not_adapted(source: Path) -> Problem:

@@ -151,6 +151,21 @@ class ShardWriter:
                 write_json(path, index)
 
 
+def check_apart(source: Path, target: Path) -> None:
+    """Refuse to write over what is read: `staged_folder` replaces all that is in its target.
+
+    Raises:
+        CheckpointError: EXPORT_EXISTS, if `target` is `source` or contains it.
+    """
+    if source.resolve().is_relative_to(target.resolve()):
+        raise CheckpointError.of(
+            code="EXPORT_EXISTS",
+            key=str(target),
+            message=f"{target} contains {source}, the checkpoint itself, which would be replaced",
+            fix="Name another folder",
+        )
+
+
 @contextlib.contextmanager
 def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield an empty folder next to `target` that replaces it if the block succeeds, and else is removed.

@@ -34,6 +34,7 @@ from toolkit.exporter.other_readers import (
     StatesOfOptimizer,
     UniversalCheckpoint,
 )
+from toolkit.exporter.writer import check_apart
 from toolkit.exporter.zero_reader import ZeroCheckpoint, as_damage
 from toolkit.introspect import tied_keys
 from toolkit.modeling.weights import full_shapes
@@ -73,7 +74,7 @@ def adopt(
         progress: Called with tensors written and their total.
 
     Raises:
-        CheckpointError: CHECKPOINT_OTHER_TOOL for what cannot be adopted, and those of `toolkit.exporter`.
+        CheckpointError: CHECKPOINT_OTHER_TOOL for what cannot be adopted; EXPORT_EXISTS; and those of `toolkit.exporter`.
         RunError: EXPORT_WRITE.
     """
     other = find_other(Path(folder))
@@ -85,6 +86,7 @@ def adopt(
                 "Name a folder that DeepSpeed, Trainer, Accelerate or FSDP saved",
             )
         )
+    check_apart(other.root, Path(output_dir).absolute())
     if plan.job.train.method != "full" or plan.job.train.optimizer != "adamw":
         what = f"cannot be adopted by a job of method={plan.job.train.method} and optimizer={plan.job.train.optimizer}"
         raise CheckpointError(
