@@ -65,7 +65,10 @@ def load_stream_state(folder: Path, ranks: Iterable[int]) -> dict[str, Any] | No
         if "parts" not in streams[0]:  # an earlier version's: each replica reads a part of its own
             return {"num_parts": len(streams), "parts": dict(enumerate(streams))}
         parts = {part: state for stream in streams for part, state in stream["parts"].items()}
-        return {"num_parts": streams[0]["num_parts"], "parts": parts}
+        num_parts = streams[0]["num_parts"]
+        if parts.keys() != set(range(num_parts)):  # a part without its position would be read from the beginning
+            raise LookupError(f"parts {sorted(parts)} of {num_parts}")
+        return {"num_parts": num_parts, "parts": parts}
     except (LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(damaged(folder, _name(first), f"has no position in a stream: {error!r}")) from None
 
