@@ -8,6 +8,7 @@ ranks share it reads the whole and cuts its shard. The weights in training preci
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem
 from toolkit.exporter.adapter import Weights, read_part
 from toolkit.modeling.initialization import gathered
+from toolkit.modeling.safetensors_folder import some
 from toolkit.pipeline_parallel.part import inner_model, stage_info
 from toolkit.planning.state_bytes import leaves_frozen_out
 from toolkit.reshape.saved import SavedState
@@ -78,7 +80,7 @@ class _OwnWeights:
         self._shards = parameter_shards(run.model)
         self._rank, self._num_ranks = run.world.coordinate.tp, run.world.grid.tp
         self._tied = _further_names(run.model, saved)
-        self._folder = saved.opened.tag_dir
+        self.folder = saved.opened.tag_dir
 
     def name(self, weight: nn.Parameter, weights: Weights) -> str:
         """Return the name under which a weight is saved.
@@ -92,8 +94,8 @@ class _OwnWeights:
             raise CheckpointError(
                 Problem(
                     code="CHECKPOINT_DAMAGED",
-                    key=str(self._folder),
-                    message=f"{self._folder} has no state of {own}",
+                    key=str(self.folder),
+                    message=f"{self.folder} has no state of {own}",
                     fix="Resume from another checkpoint, or copy this one again from where it was made",
                 )
             )
@@ -135,7 +137,7 @@ def _fill_flat(flat: Flat, own: _OwnWeights, saved: SavedState) -> None:
     names = {own.name(piece.weight, masters) for piece in flat.pieces}
     steps = {saved.steps.get(name) for name in names or saved.steps}  # of padding alone: as those of all others
     if len(steps) > 1:
-        raise CheckpointError(_stepped_apart(steps))
+        raise CheckpointError(_stepped_apart(own.folder, names, steps))
     _copy(flat.stepped, flat, own, masters)
     state: dict[str, Any] = {} if steps <= {None} else {STEP: _count(steps.pop(), flat)}
     for kind, weights in saved.parts.items():
@@ -180,11 +182,11 @@ def _fill_rest(run: Run, own: _OwnWeights, saved: SavedState) -> None:
             copy_whole(buffer, weights.read(name, buffer.dtype))
 
 
-def _stepped_apart(steps: set[int | None]) -> Problem:
+def _stepped_apart(folder: Path, names: set[str], steps: set[int | None]) -> Problem:
     counts = " and ".join(str(step or 0) for step in sorted(steps, key=lambda step: step or 0))
     return Problem(
         code="CHECKPOINT_LAYOUT",
         key="parallel.strategy",
-        message=f"weights that this layout steps together have done {counts} steps",
-        fix="Resume with the strategy that saved it",
+        message=f"{folder} has {counts} steps of {some(sorted(names))}, which this layout steps together and keeps one count for",
+        fix="Set parallel.strategy and parallel.zero_stage to those of the run that saved it",
     )

@@ -48,7 +48,20 @@ def resume(
     """Load a checkpoint that `verify_together` has found sound.
 
     Args:
+        run: As of `load`, like the next three.
+        folder: Checkpoint folder.
+        convert: Whether a checkpoint of another layout may be read.
+        say: Called on rank 0 with each line.
         progress: Called with weights read and their total, where the layout is another.
+
+    Returns:
+        State of the saved run.
+
+    Collectives:
+        The engine's own.
+
+    Raises:
+        CheckpointError: As `load`, but for what `verify_together` finds; on this rank alone if its files cannot be read.
     """
 
     def read_across(state: State) -> None:
