@@ -316,7 +316,10 @@ def test_twin_flow_schedules_saves_and_resumes_both_optimizers(root: Path) -> No
     for result in run_distributed(_twin_flow, 2, str(root)):
         for found, wanted in zip(result["both"], result["plain"], strict=True):
             assert found == pytest.approx(wanted, rel=1e-4)
-        assert result["resumed"] == result["both"][2:]
+        for found, wanted in zip(result["resumed"], result["both"][2:], strict=True):
+            assert found == pytest.approx(
+                wanted, rel=1e-5
+            )  # CPUAdam multiplies its powers of the betas, and begins anew
         codes, text = result["one"]
         assert codes == ("CHECKPOINT_LAYOUT",)
         assert "no optimizer states" in text
