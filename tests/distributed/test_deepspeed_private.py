@@ -255,6 +255,16 @@ def test_parameters_that_are_held_back_are_not_reduced_and_empty_passes_have_buc
     assert [each if isinstance(each, str) else each is second for each in optimizer.calls] == [True, "buckets", "end"]
 
 
+def test_stage_3_tells_which_part_of_a_weight_is_whose_and_rounds_a_sub_group() -> None:
+    source = "".join(inspect.getsource(importlib.import_module(DeepSpeedZeroOptimizer_Stage3.__module__)).split())
+    assert "def_get_param_partition_rank(self,param):returndist.get_rank(group=" in source
+    assert "def_reassign_or_swap_out_partitioned_parameters(self,sub_group_id):" in source
+    assert (
+        "self.fp16_partitioned_groups_flat[sub_group_id].data.copy_(self.fp32_partitioned_groups_flat[sub_group_id].data)"
+        in source
+    )
+
+
 def test_no_other_module_takes_private_names_of_deepspeed() -> None:
     public = {
         "deepspeed",

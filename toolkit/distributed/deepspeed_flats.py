@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.distributed.deepspeed_private import partition_rank, write_partitions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -118,12 +120,12 @@ def _of_stage_3(optimizer: Any) -> Iterator[Flat]:
         pieces = []
         for weight in weights:
             _, at, length = optimizer.grad_position[optimizer.get_param_id(weight)]
-            start = int(optimizer._get_param_partition_rank(weight)) * length
+            start = partition_rank(optimizer, weight) * length
             stop = min(start + length, int(weight.ds_numel))  # the last parts may be padding
             if start < stop:
                 pieces.append(Piece(weight=weight, start=start, stop=stop, at=at))
         yield Flat(stepped=optimizer.fp32_partitioned_groups_flat[number], optimizer=optimizer.optimizer, pieces=pieces)
-        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        write_partitions(optimizer, number)
     optimizer.checkpoint_event_epilogue()
 
 

@@ -390,6 +390,20 @@ def zero_file(engine: Any, folder: Path, tag: str) -> Path:
 # The optimizer of ZeRO-3 with state on NVMe.
 
 
+def partition_rank(optimizer: Any, weight: nn.Parameter) -> int:
+    """Return which part of a weight this rank holds under stage 3 (zero/stage3.py _get_param_partition_rank)."""
+    return int(optimizer._get_param_partition_rank(weight))
+
+
+def write_partitions(optimizer: Any, number: int) -> None:
+    """Round the weights of a sub-group of stage 3 from their fp32 copies, as its step does.
+
+    Source:
+        deepspeed runtime/zero/stage3.py _reassign_or_swap_out_partitioned_parameters.
+    """
+    optimizer._reassign_or_swap_out_partitioned_parameters(number)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterWeights:
     """The master weights of one sub-group of a ZeRO-3 optimizer.

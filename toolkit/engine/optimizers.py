@@ -37,7 +37,8 @@ def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.op
         return torch.optim.SGD(groups, lr=rate, momentum=train.momentum, weight_decay=train.weight_decay)
     betas = (train.adam_beta1, train.adam_beta2)
     # One pass over the state, in RAM as on a card, and no temporaries (torch optim/adamw.py _fused_adamw).
-    fused = True if plan.job.parallel.fsdp2_options.cpu_offload or not plan.on_cpu else None
+    on_card = not plan.on_cpu and train.optimizer != "adamw_torch"
+    fused = True if plan.job.parallel.fsdp2_options.cpu_offload or on_card else None
     if train.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 

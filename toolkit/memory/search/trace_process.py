@@ -145,8 +145,10 @@ def _serve(connections: Sequence[Connection], parent: int, serve: Callable[[Sequ
         from toolkit.launch.packages import quiet_torchao
 
         quiet_torchao()
-        import torch  # noqa: F401
+        import torch
 
+        # A fork of a process whose OpenMP has begun threads waits for ever in its first product; traces need none.
+        torch.set_num_threads(1)
         with suppress(EOFError, OSError):
             serve(connections)
     finally:
