@@ -51,6 +51,8 @@ def written(root, *files):
         ("extension", ["manifest.json"]),
         ("saved_dataset", ["state.json", "dataset_info.json", "data-00000.arrow"]),
         ("run", ["plan.json", "metrics.jsonl", "checkpoint-4/manifest.json"]),
+        ("deepspeed", ["global_step4/mp_rank_00_model_states.pt", "latest", "zero_to_fp32.py"]),
+        ("checkpoint-4", ["global_step4/mp_rank_00_model_states.pt", "trainer_state.json", "config.json"]),
     ],
 )
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path, name, files):
@@ -66,7 +68,8 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path, name, files):
     ("name", "files"),
     [
         ("checkpoint", ["manifest.json", "state.json", "plan.json"]),
-        ("checkpoint", ["global_step4/shard.pt"]),  # whose other files are lost
+        ("checkpoint", ["global_step4/shard.pt", "plan.json"]),  # whose other files are lost
+        ("checkpoint", ["global_step4/shard.pt", "random/rank-00000.pt"]),
         ("checkpoint-4", ["manifest.json"]),
     ],
 )

@@ -215,9 +215,11 @@ def _check_replaceable(target: Path) -> None:
     if target.is_dir():
         names = {entry.name for entry in target.iterdir()}
         complete = {MANIFEST, STATE} <= names or (step_of(target) is not None and MANIFEST in names)
-        if not names or complete or any(map(is_tag, names)):
+        has_tag = any(map(is_tag, names))
+        if not names or complete or (has_tag and names & {MANIFEST, PLAN, RANDOM}):  # damaged since
             return
-        what = f"is a folder without a checkpoint, but with {', '.join(sorted(names)[:3])}{' and more' if len(names) > 3 else ''}"
+        holds = "another program's checkpoint" if has_tag else "a folder without a checkpoint"
+        what = f"is {holds}, with {', '.join(sorted(names)[:3])}{' and more' if len(names) > 3 else ''}"
     else:
         what = "is not a folder"
     raise PlanError.of(
