@@ -198,6 +198,41 @@ def test_the_step_by_which_stage_0_allocates_its_states_is_undone(monkeypatch: p
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_norms_and_scales_in_one_pass_are_deepspeeds_own(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = {"precision": "bf16", "optimizer": "adamw_torch", "learning_rate": 0.01, "max_grad_norm": 0.1}
+    results, called = [], []
+    combine = OPTIMIZERS[stage == 3].get_grad_norm_direct
+    for shortened in (True, False):
+        with tk.initialize(tiny_plan(ranks=1, train=train, parallel={"zero_stage": stage})) as run:
+            optimizer = run.engine.optimizer
+            if shortened:
+                assert optimizer.get_grad_norm_direct.__qualname__.startswith("shorten_step")
+                monkeypatch.setattr(
+                    torch,
+                    "_foreach_norm",
+                    lambda *args, real=torch._foreach_norm, **given: called.append(1) or real(*args, **given),
+                )
+            else:
+                for name in {"get_grad_norm_direct", "unscale_and_clip_grads", "check_overflow"} & vars(
+                    optimizer
+                ).keys():
+                    delattr(optimizer, name)
+                assert optimizer.get_grad_norm_direct.__func__ is combine
+            losses = [float(run.step(step_batches(step, ranks=1)[0])) for step in range(3)]
+            norm = float(run.engine.get_global_grad_norm())
+            assert norm > 0.1, "clipped"
+            before = [weight.clone() for weight in optimizer.optimizer.param_groups[0]["params"]]
+            next(run.model.parameters()).register_hook(lambda gradient: gradient * float("nan"))
+            run.step(step_batches(3, ranks=1)[0])
+            assert run.engine.skipped_steps == 1
+            assert all(map(torch.equal, before, optimizer.optimizer.param_groups[0]["params"]))
+            results.append((losses, norm))
+    assert called
+    assert results[0] == results[1]
+
+
+@pytest.mark.gloo
 def test_gradients_of_a_zero_2_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     with tk.initialize(tiny_plan(ranks=1)) as run:
         engine, optimizer = run.engine, run.engine.optimizer

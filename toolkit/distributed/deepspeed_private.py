@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
@@ -285,6 +286,40 @@ def undo_first_step(optimizer: Any) -> None:
                 value.zero_()
             elif value is not None:
                 state[key] = 0
+
+
+def shorten_step(optimizer: Any) -> None:
+    """Have ZeRO take the norms of all gradients in one pass over them, and in stages 1 and 2 scale them in one more.
+
+    DeepSpeed copies each gradient into fp64 first, eight bytes an element, and multiplies by a number on the card in a kernel that
+    reads one element at a time: 25 and 7 ms of a step with 2.2 billion weights on an H200. Before that it looks for overflow, 13
+    kernels a parameter; a norm that is not finite tells as much, and the step is skipped all the same. On a card norms are summed in
+    fp32, in blocks whose sums are added as a tree; elsewhere in fp64.
+
+    Source:
+        runtime/zero/stage_1_and_2.py step, check_overflow, get_grad_norm_direct, unscale_and_clip_grads; stage3.py
+        get_grad_norm_direct.
+    """
+    combine, scale = optimizer.get_grad_norm_direct, optimizer.unscale_and_clip_grads
+
+    def norm(gradients: Iterable[Tensor], params: Any, norm_type: float = 2) -> Tensor:
+        kept = [gradient.detach() for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
+        if norm_type == 2 and kept:
+            dtype = torch.float32 if kept[0].is_cuda else torch.float64
+            kept = list(torch._foreach_norm(kept, 2, dtype=dtype))
+        result: Tensor = combine(kept, params, norm_type)
+        return result
+
+    def multiply(flats: list[Tensor], total_norm: Tensor) -> None:
+        factor = torch.ones((), device=optimizer.device)
+        scale([factor], total_norm)
+        torch._foreach_mul_(flats, factor)
+
+    optimizer.get_grad_norm_direct = norm
+    if hasattr(optimizer, "bit16_groups") and not optimizer.cpu_offload:
+        optimizer.unscale_and_clip_grads = multiply
+        if optimizer.compute_grad_norm:
+            optimizer.check_overflow = lambda partition_gradients=True: None
 
 
 def clipping_norm(engine: Any) -> float | None:

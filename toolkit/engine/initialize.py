@@ -16,7 +16,7 @@ from torch import nn
 from toolkit.arguments import checks_arguments
 from toolkit.catalog.pretrained import weight_problems
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
-from toolkit.distributed.deepspeed_private import reset_mpu, restore_patches, undo_first_step
+from toolkit.distributed.deepspeed_private import reset_mpu, restore_patches, shorten_step, undo_first_step
 from toolkit.distributed.world import World, destroy_world, init_world
 from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
@@ -121,6 +121,8 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
         guard_engine(engine, model)
     if plan.optimizer_wrapper == "16-bit":
         undo_first_step(engine.optimizer)
+    if plan.optimizer_wrapper == "zero":
+        shorten_step(engine.optimizer)
     if plan.profile.partial:
         unite_optimizers(engine.optimizer)
     return engine
