@@ -32,6 +32,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "ZeRO-2, reduced beside": {"parallel": {"zero_stage": 2}},
     "optimizer on the host": {"parallel": {"zero_stage": 2, "offload": "optimizer-cpu"}},
+    "ZeRO-3": {"parallel": {"zero_stage": 3}},
+    "ZeRO++": {
+        "parallel": {"zero_stage": 3},
+        "deepspeed": {"zero_optimization": {"zero_quantized_weights": True, "zero_quantized_gradients": True}},
+    },
     "ZeRO-3 in fp8": {"parallel": {"zero_stage": 3}, "train": {"precision": "fp8"}},
     "DDP, PowerSGD": {
         "parallel": {
@@ -87,6 +92,15 @@ def test_a_run_goes_on_as_if_it_had_not_stopped_and_exports(outcomes: dict[str, 
         assert found[step][1] == pytest.approx(norm, rel=2e-2), step
         assert found[step][2] == rate
     assert expected[8][0] < expected[1][0]
+
+
+@pytest.mark.timeout(600)
+def test_quantized_weights_and_gradients_train_as_whole_ones_do(outcomes: dict[str, list[Any]]) -> None:
+    quantized, whole = (curve(outcomes[name][0]) for name in ("ZeRO++", "ZeRO-3"))
+    for step, (loss, norm, _) in whole.items():
+        assert quantized[step][0] == pytest.approx(loss, rel=1e-2), step
+        assert quantized[step][1] == pytest.approx(norm, rel=0.1), step
+    assert [row[0] for row in quantized.values()] != [row[0] for row in whole.values()]
 
 
 @pytest.mark.timeout(300)
