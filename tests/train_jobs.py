@@ -55,7 +55,7 @@ def job_values(root: Path, name: str, **sections: dict[str, Any]) -> dict[str, A
         "parallel": {"zero_stage": 2},
     }
     for section, values in sections.items():
-        job[section] = {key: value for key, value in {**job[section], **values}.items() if value is not None}
+        job[section] = {key: value for key, value in {**job.get(section, {}), **values}.items() if value is not None}
     return job
 
 

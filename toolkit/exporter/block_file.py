@@ -14,6 +14,8 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
+
 # Direct writes ask for a multiple of the disk's logical block, and what is written beside them must not be of the same page: 64 KiB on some.
 _BLOCK_BYTES = max(4096, mmap.PAGESIZE)
 _STAGED_BYTES = 8 * 2**20
@@ -73,11 +75,11 @@ class BlockFile:
     def _write_blocks(self, values: memoryview, start: int, direct: int) -> int:
         """Write whole blocks from memory that is aligned as they are; return the offset up to which that was possible."""
         if not hasattr(self._staged, "memory"):
-            self._staged.memory = memoryview(mmap.mmap(-1, _STAGED_BYTES))
+            self._staged.memory = np.frombuffer(mmap.mmap(-1, _STAGED_BYTES), np.uint8)
         staged, done = self._staged.memory, 0
         while done < len(values):
             size = min(_STAGED_BYTES, len(values) - done)
-            staged[:size] = values[done : done + size]
+            np.copyto(staged[:size], np.frombuffer(values[done : done + size], np.uint8))  # other threads run meanwhile
             try:
                 written = os.pwrite(direct, staged[:size], start + done)
             except OSError as error:
