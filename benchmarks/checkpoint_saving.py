@@ -1,7 +1,7 @@
 """How long training stands still while checkpoints are saved: at once, behind the training, and without any.
 
     python benchmarks/checkpoint_saving.py smollm2-135m                       # on CPU, in fp32: 2.2 GB a checkpoint
-    python benchmarks/checkpoint_saving.py llama-3.2-1b --gpu h200-141gb --folder /mnt/nvme --out rows.jsonl   # 17 GB
+    python benchmarks/checkpoint_saving.py llama-3.2-1b --gpu h200-sxm-141gb --folder /mnt/nvme --out rows.jsonl   # 17 GB
 
 Each round trains the same randomly initialised model three times, one process a rank: with `tk.save` as it is by default, without
 a save, and with `train.save_async`. One JSON object a run is printed. All times are this run's own, of rank 0, with the card
