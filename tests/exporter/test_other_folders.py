@@ -45,6 +45,17 @@ def _plain(root: Path) -> Path:
     return tag.parent
 
 
+def _lightning(root: Path) -> Path:
+    """Lightning gives the engine its own module, of which the model is an attribute; before 2.1 within another wrapper."""
+    tag = root / "lightning" / "epoch=0-step=7.ckpt" / "checkpoint"
+    tag.mkdir(parents=True)
+    (tag.parent / "latest").write_text("checkpoint")
+    module = {f"_forward_module.model.{name}": value for name, value in _state().items()}
+    file = {"module": module, "dp_world_size": 1, "param_shapes": None, "global_steps": 7, "loops": {}}
+    torch.save(file, tag / "mp_rank_00_model_states.pt")
+    return tag.parent
+
+
 def _accelerate(root: Path) -> Path:
     """Accelerate's `save_state` names the tag for the model."""
     folder = root / "accelerate"
@@ -77,7 +88,7 @@ def _fsdp(root: Path) -> Path:
     return folder
 
 
-MAKERS = {"plain": _plain, "accelerate": _accelerate, "universal": _universal, "fsdp": _fsdp}
+MAKERS = {"plain": _plain, "lightning": _lightning, "accelerate": _accelerate, "universal": _universal, "fsdp": _fsdp}
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +134,26 @@ def test_a_trainer_folder_brings_its_model(tmp_path: Path, model: Path, capsys: 
     assert (found.format, found.step, found.model_dir) == ("deepspeed", 7, folder)
     _export(capsys, folder, "--out", tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_an_adapter_by_the_names_of_its_file(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So Trainer saves it under FSDP, without adapter_config.json; what belongs to no adapter is not left out in silence."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    wanted = get_peft_model_state_dict(get_peft_model(_model(), lora))
+    folder = tmp_path / "checkpoint-3"
+    dcp.save({"model": wanted}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"), no_dist=True)
+    lora.save_pretrained(folder)
+    _export(capsys, folder, "--out", tmp_path / "out", "--model", model)
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert written.keys() == wanted.keys()
+    assert all(torch.equal(written[name], wanted[name]) for name in wanted)
+    more = wanted | {"base_model.model.model.embed_tokens.weight": torch.zeros(3, 2)}
+    dcp.save({"model": more}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"), no_dist=True)
+    found = _export(capsys, folder, "--out", tmp_path / "more", "--model", model, code=2)
+    assert [problem["code"] for problem in found["problems"]] == ["EXPORT_KEYS"]
+    assert "embed_tokens" in found["problems"][0]["message"]
 
 
 def test_the_folder_of_a_tag_itself(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:

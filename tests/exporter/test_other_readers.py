@@ -124,17 +124,32 @@ def _of_deepspeed(engine: Any) -> dict[str, torch.Tensor]:
 
 def _trainer(course: _Course, stage: int, *, adapted: bool = False) -> list[float]:
     import deepspeed
-    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)  # as Trainer does where it does not use the CPU
     file = course.root / f"trainer-{course.out.name}-{course.rank}.json"
     automatic = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
     file.write_text(json.dumps(course.deepspeed_file(stage) | dict.fromkeys((*automatic, "gradient_clipping"), "auto")))
+    return _by_trainer(course, adapted=adapted, deepspeed=str(file), use_cpu=True)
+
+
+def _trainer_fsdp(course: _Course) -> list[float]:
+    config = {
+        "version": 2,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "cpu_ram_efficient_loading": False,
+    }
+    with _cpus_as_cards():
+        return _by_trainer(course, adapted=True, fsdp=True, fsdp_config=config)
+
+
+def _by_trainer(course: _Course, *, adapted: bool, **engine: Any) -> list[float]:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
     adam = course.adam()
     arguments = TrainingArguments(
         output_dir=str(course.out),
-        deepspeed=str(file),
-        use_cpu=True,
+        **engine,
         per_device_train_batch_size=course.plan.settings.batch.micro,
         learning_rate=adam["lr"],
         adam_beta1=adam["betas"][0],
@@ -159,7 +174,12 @@ def _trainer(course: _Course, stage: int, *, adapted: bool = False) -> list[floa
 
     class Keep(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == SAVED and not adapted:  # of an adapter it saves the live weights itself
+            if state.global_step != SAVED or (adapted and "deepspeed" in engine):  # then it saves the adapter itself
+                return
+            if adapted:
+                lora = {name: weight for name, weight in model.named_parameters() if "lora_" in name}
+                course.keep({name.replace(".default", ""): weight.full_tensor() for name, weight in lora.items()})
+            else:
                 course.keep(_of_deepspeed(trainer.model_wrapped))
 
     trainer = Trainer(
@@ -194,13 +214,21 @@ def _accelerate(course: _Course, accelerator: Any) -> list[float]:
     return losses
 
 
-def _accelerate_fsdp(course: _Course) -> list[float]:
-    """FSDP2 with sharded state dicts: Accelerate has it for cards alone, so that it is told that the CPUs are some."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+def _cpus_as_cards() -> Any:
+    """Tell Accelerate, which has FSDP2 for cards alone, that the CPUs are some."""
+    from accelerate import PartialState
     from accelerate.utils import DistributedType
 
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    with mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_GPU)):
+    return mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_GPU))
+
+
+def _accelerate_fsdp(course: _Course) -> list[float]:
+    """FSDP2 with sharded state dicts."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    with _cpus_as_cards():
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             state_dict_type="SHARDED_STATE_DICT",
@@ -221,13 +249,37 @@ def _accelerate_zero(course: _Course) -> list[float]:
     return _accelerate(course, Accelerator(deepspeed_plugin=plugin))
 
 
-def _deepspeed(course: _Course) -> list[float]:
+class _Lightning(torch.nn.Module):
+    """A model as an attribute of another module, as it is of Lightning's, which gives the engine that module."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        return self.model(**batch)
+
+
+# What Lightning 2.6 saves beside DeepSpeed's own (pytorch/trainer/connectors/checkpoint_connector.py dump_checkpoint).
+_OF_LIGHTNING = {
+    "epoch": 0,
+    "global_step": SAVED,
+    "pytorch-lightning_version": "2.6.6",
+    "loops": {"fit_loop": {"state_dict": {}, "epoch_loop._batches_that_stepped": SAVED}},
+    "callbacks": {"ModelCheckpoint{'mode': 'min'}": {"best_model_score": torch.tensor(5.0), "best_model_path": ""}},
+    "lr_schedulers": [],
+    "hparams_name": "kwargs",
+    "hyper_parameters": {"lr": 0.01},
+}
+
+
+def _deepspeed(course: _Course, stage: int = 1, *, lightning: bool = False) -> list[float]:
     import deepspeed
 
-    model = course.model()
+    model = _Lightning(course.model()) if lightning else course.model()
     optimizer = {"type": "AdamW", "params": course.adam() | {"torch_adam": True}}
     config = course.deepspeed_file(
-        1, train_micro_batch_size_per_gpu=course.plan.settings.batch.micro, optimizer=optimizer
+        stage, train_micro_batch_size_per_gpu=course.plan.settings.batch.micro, optimizer=optimizer
     )
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     losses = []
@@ -237,8 +289,12 @@ def _deepspeed(course: _Course) -> list[float]:
         engine.step()
         losses.append(_mean(loss))
         if number == SAVED:
-            engine.save_checkpoint(str(course.out))
-            course.keep(_of_deepspeed(engine))
+            if lightning:  # pytorch/strategies/deepspeed.py DeepSpeedStrategy.save_checkpoint
+                engine.save_checkpoint(str(course.out), client_state=_OF_LIGHTNING, tag="checkpoint")
+            else:
+                engine.save_checkpoint(str(course.out))
+            state = _of_deepspeed(engine)
+            course.keep({name.replace(".model.", ".", 1) if lightning else name: state[name] for name in state})
     return losses
 
 
@@ -247,9 +303,12 @@ WAYS = {
     "trainer-zero3": lambda course: _trainer(course, 3),
     "trainer-lora": lambda course: _trainer(course, 2, adapted=True),
     "trainer-lora-zero3": lambda course: _trainer(course, 3, adapted=True),
+    "trainer-lora-fsdp": _trainer_fsdp,
     "accelerate-fsdp": _accelerate_fsdp,
     "accelerate-zero3": _accelerate_zero,
     "deepspeed-zero1": _deepspeed,
+    "lightning-zero2.ckpt": lambda course: _deepspeed(course, 2, lightning=True),
+    "lightning-zero3.ckpt": lambda course: _deepspeed(course, 3, lightning=True),
 }
 # Converted by DeepSpeed's own script, which asks for the second option below stage 3 of those who save no version.
 CONVERTED = {"universal-zero1": ("deepspeed-zero1", "--inject_missing_state"), "universal-zero3": ("trainer-zero3",)}
@@ -260,6 +319,8 @@ FOLDERS = {
     "accelerate-fsdp": "accelerate-fsdp",
     "accelerate-zero3": "accelerate-zero3",
     "deepspeed-zero1": "deepspeed-zero1",
+    "lightning-zero2.ckpt": "lightning-zero2.ckpt",
+    "lightning-zero3.ckpt": "lightning-zero3.ckpt",
     **{folder: way for folder, (way, *_) in CONVERTED.items()},
 }
 
@@ -363,6 +424,26 @@ def test_an_adapter_that_trainer_saved_without_its_base(root: Path, tmp_path: Pa
     assert not (folder / "config.json").exists()
     assert main(["export", str(folder), "--out", str(tmp_path / "out"), "--model", str(model)]) == 0
     live = load_file(folder / "adapter_model.safetensors")
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert written.keys() == live.keys()
+    assert all(torch.equal(written[name], live[name]) for name in live)
+    assert any(bool(value.any()) for name, value in live.items() if "lora_B" in name), "nothing is trained"
+
+
+@pytest.mark.usefixtures("losses")
+def test_an_adapter_that_trainer_saved_under_fsdp(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trainer saves its shards alone there, with the names of an adapter's file and without adapter_config.json."""
+    from peft import LoraConfig
+
+    folder, model = root / "trainer-lora-fsdp" / "checkpoint-3", root / "model"
+    export = ["export", str(folder), "--out", str(tmp_path / "out"), "--model", str(model)]
+    assert main([*export, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "EXPORT_ADAPTER_CONFIG"
+    LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM").save_pretrained(folder)
+    assert main(export) == 0
+    live = load_file(root / "trainer-lora-fsdp.safetensors")
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert written.keys() == live.keys()
     assert all(torch.equal(written[name], live[name]) for name in live)

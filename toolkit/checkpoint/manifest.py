@@ -32,7 +32,7 @@ _MAX_THREADS = 4
 
 _PARTIAL = ".partial"
 # Of folders that `toolkit checkpoint adopt` reads, beside DeepSpeed's tags (toolkit/exporter/other_folders.py).
-_ADOPTABLE = (".metadata", "pytorch_model_fsdp*/.metadata", "zero")
+_ADOPTABLE = (LATEST, ".metadata", "pytorch_model_fsdp*/.metadata", "zero")
 
 
 class Entry(BaseModel):

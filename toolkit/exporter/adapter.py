@@ -8,7 +8,7 @@ next to the untouched `X.original_module`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -25,7 +25,7 @@ from toolkit.io import read_plain_object
 from toolkit.modeling.safetensors_folder import some
 
 ADAPTER_CONFIG = "adapter_config.json"
-_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 _NAME = "default"  # peft.get_peft_model's adapter name
 _LENGTH = "lora_magnitude_vector"  # of each row, in DoRA
 _KINDS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", _LENGTH})
@@ -96,8 +96,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def adapter_names(weights: Weights) -> dict[str, str]:
-    """Map names in the adapter's file, which lack the adapter's own name, to names in the checkpoint.
+def adapter_names(stored: Iterable[str]) -> dict[str, str]:
+    """Map names in the adapter's file, which lack the adapter's own name, to those of a checkpoint's tensors, at least one.
 
     Raises:
         CheckpointError: EXPORT_ADAPTER_KIND.
@@ -105,7 +105,8 @@ def adapter_names(weights: Weights) -> dict[str, str]:
         peft, utils/save_and_load.py, get_peft_model_state_dict.
     """
     names: dict[str, str] = {}
-    for name in weights.tensors:
+    name = ""
+    for name in stored:
         factor = _FACTOR.fullmatch(name)
         if factor is not None:
             if factor["kind"] not in _KINDS:
@@ -115,7 +116,7 @@ def adapter_names(weights: Weights) -> dict[str, str]:
         elif f".modules_to_save.{_NAME}." in name:
             names[name.replace(f".modules_to_save.{_NAME}.", ".")] = name
     if not names:
-        raise CheckpointError(_unknown_kind(next(iter(weights.tensors))))
+        raise CheckpointError(_unknown_kind(name))
     return names
 
 
@@ -297,7 +298,7 @@ class MergedWeights:
 
 def _plain(name: str) -> str:
     """Return the base model's name of a PeftModel's weight; expert layers are wrapped once per stacked weight."""
-    return name.removeprefix(_PREFIX).replace(".base_layer", "")
+    return name.removeprefix(PEFT_PREFIX).replace(".base_layer", "")
 
 
 def _other_shape(name: str, stored: StoredTensor, a: Tensor, b: Tensor) -> Problem:

@@ -110,7 +110,7 @@ def _plan_model(weights: Weights, model: PreTrainedModel, dtype: torch.dtype | N
 
 
 def _plan_adapter(weights: Weights, config: Mapping[str, Any], dtype: torch.dtype | None) -> Contents:
-    names = adapter_names(weights)
+    names = adapter_names(weights.tensors)
     sources = {key: (name, _written_dtype(weights.tensors[name], dtype)) for key, name in names.items()}
     return Contents(
         kind="adapter",

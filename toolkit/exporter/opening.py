@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint.archives import ReadChecks
-from toolkit.exporter.adapter import Weights, base_key, factor_of, is_adapted, lora_targets, read_adapter_config
+from toolkit.exporter.adapter import (
+    PEFT_PREFIX,
+    Weights,
+    base_key,
+    factor_of,
+    is_adapted,
+    lora_targets,
+    read_adapter_config,
+)
 from toolkit.exporter.adapter_shards import adapted_shards
 from toolkit.exporter.contents import Opened
 from toolkit.exporter.engine_files import is_sharded
 from toolkit.exporter.model_folder import adapted_model, empty_model
+from toolkit.exporter.other_folders import prefix_of
 from toolkit.exporter.pipeline_reader import UnitedCheckpoint
 from toolkit.exporter.tensor_parallel_reader import JoinedCheckpoint
-from toolkit.exporter.zero_reader import ZeroCheckpoint
+from toolkit.exporter.zero_reader import StoredTensor, ZeroCheckpoint
 from toolkit.introspect import tied_keys
+from toolkit.modeling.weights import full_shapes
 from toolkit.tensor_parallel.apply import dense_shards
 from toolkit.tensor_parallel.layout import Shard
 from toolkit.tensor_parallel.tables import tp_plan_for
@@ -26,7 +38,7 @@ from toolkit.topology.grid import Grid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRanks(Opened):
-    """A checkpoint of the toolkit's own: what each of its ranks has, and how that makes whole tensors.
+    """A checkpoint of an engine: what each of its ranks has, and how that makes whole tensors.
 
     Args:
         tag_dir: Folder of the engine's files.
@@ -34,6 +46,7 @@ class OpenedRanks(Opened):
         tp_size: Tensor ranks of a stage.
         shards: Shard of each tensor that tensor ranks share.
         tied: Name of a tied weight to the name of the one whose values it shares.
+        prefix: What the names of the ranks' tensors have before those of the model.
     """
 
     tag_dir: Path
@@ -41,10 +54,11 @@ class OpenedRanks(Opened):
     tp_size: int
     shards: Mapping[str, Shard]
     tied: Mapping[str, str]
+    prefix: str = ""
 
     def united(self, ranks: Sequence[Weights]) -> UnitedCheckpoint:
         """Return whole tensors of what each model-parallel rank has of them: its weights, or states shaped like them."""
-        return _united(self.tag_dir, ranks, self.tp_size, self.shards, self.tied)
+        return _united(self.tag_dir, _unwrapped(ranks, self.prefix), self.tp_size, self.shards, self.tied)
 
 
 def open_checkpoint(
@@ -87,6 +101,8 @@ def open_checkpoint(
         return empty_model(model_dir, trust_remote_code=trust_remote_code, num_tensors=len(names))
 
     model = described()
+    prefix = _peft_prefix(names) if adapted else prefix_of(names, full_shapes(model))
+    names = {name.removeprefix(prefix) for name in names}
     peft_model = adapted_model(described(), lora) if adapted else None
     shards = {}
     if tp_size > 1:
@@ -104,8 +120,45 @@ def open_checkpoint(
         tp_size=tp_size,
         shards=shards,
         tied=tied,
-        weights=_united(tag_dir, ranks, tp_size, shards, tied),
+        prefix=prefix,
+        weights=_united(tag_dir, _unwrapped(ranks, prefix), tp_size, shards, tied),
     )
+
+
+@dataclass(slots=True)
+class _Unwrapped:
+    """Weights of a model that was an attribute of another module, as it is of Lightning's, under its own names.
+
+    Args:
+        weights: Weights under the names of the outer module.
+        prefix: What these have before the model's; a name without it stays.
+    """
+
+    weights: Weights
+    prefix: str
+    tensors: dict[str, StoredTensor] = field(init=False)
+    _names: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        stored = self.weights.tensors
+        self._names = {name.removeprefix(self.prefix): name for name in stored}
+        self.tensors = {
+            key: replace(stored[name], owner=stored[name].owner.removeprefix(self.prefix))
+            for key, name in self._names.items()
+        }
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return one whole tensor, in `dtype` if it is a floating-point one."""
+        return self.weights.read(self._names[name], dtype)
+
+
+def _unwrapped(ranks: Sequence[Weights], prefix: str) -> Sequence[Weights]:
+    return [_Unwrapped(rank, prefix) for rank in ranks] if prefix else ranks
+
+
+def _peft_prefix(names: Iterable[str]) -> str:
+    """Return what the names of a `PeftModel`'s weights have before peft's own beginning."""
+    return next((before for name in sorted(names) for before, found, _ in [name.partition(PEFT_PREFIX)] if found), "")
 
 
 def _united(

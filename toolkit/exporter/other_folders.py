@@ -5,8 +5,9 @@ Nothing of them runs: their pickles are read by `toolkit.checkpoint.pickles`, as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -122,8 +123,13 @@ def names_by_model(stored: Mapping[str, object], wanted: Mapping[str, object]) -
 
     Keys that the folder lacks are left out.
     """
-    starts = {""}
-    for key in list(wanted)[:4]:
-        starts |= {name.removesuffix(key) for name in stored if name.endswith(f".{key}")}
-    found = max(starts, key=lambda start: (sum(start + key in stored for key in wanted), -len(start)))
+    found = prefix_of(stored, wanted)
     return {key: found + key for key in wanted if found + key in stored}
+
+
+def prefix_of(stored: Collection[str], wanted: Collection[str]) -> str:
+    """Return the prefix with which most of a model's keys are among the names of a folder; the shortest of equals."""
+    starts = {""}
+    for key in islice(wanted, 4):
+        starts |= {name.removesuffix(key) for name in stored if name.endswith(f".{key}")}
+    return max(starts, key=lambda start: (sum(start + key in stored for key in wanted), -len(start)))

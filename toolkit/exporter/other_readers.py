@@ -13,8 +13,10 @@ from torch import Tensor
 
 from toolkit.checkpoint.pickles import read_index, read_tensor
 from toolkit.errors import CheckpointError, Problem
+from toolkit.exporter.adapter import adapter_names, factor_of, is_adapted
 from toolkit.exporter.other_folders import INDEX, names_by_model
 from toolkit.exporter.zero_reader import StoredTensor
+from toolkit.modeling.safetensors_folder import some
 
 _FP32 = "fp32.pt"
 
@@ -189,7 +191,10 @@ class OtherWeights:
         weights: Weights under that program's names.
         wanted: Shapes of the model's tensors by key.
         tied: Key of a tied weight to the key of the one whose values it shares.
-        dtype: Dtype in which the model computed, if the folder says it.
+        dtype: Dtype in which the model computed, if the folder says it. An adapter alone keeps its own.
+
+    Raises:
+        CheckpointError: EXPORT_KEYS for an adapter beside weights that are not its own.
     """
 
     weights: DistributedCheckpoint | UniversalCheckpoint | StatesOfOptimizer
@@ -201,6 +206,8 @@ class OtherWeights:
 
     def __post_init__(self) -> None:
         self._names = names_by_model(self.weights.tensors, self.wanted)
+        if is_adapted(self.weights) and not any(map(factor_of, self._names)):
+            self._names, self.dtype = self._adapter(), None
         for key, owner in self.tied.items():
             if owner in self._names and (key not in self._names or self._is_same(key, owner)):
                 self._names[key] = self._names[owner]
@@ -217,12 +224,34 @@ class OtherWeights:
         """Return one whole tensor, in `dtype` if it is a floating-point one."""
         return self.weights.read(self._names[name], dtype).view(self.tensors[name].shape)
 
+    def _adapter(self) -> dict[str, str]:
+        """Return the names of an adapter that has those of its file, as Trainer saves it under FSDP.
+
+        Source:
+            accelerate utils/fsdp_utils.py _get_model_state_dict, adapter_only.
+        """
+        filed = adapter_names(self.wanted)
+        found = names_by_model(self.weights.tensors, filed)
+        others = sorted(self.weights.tensors.keys() - {*found.values()})
+        if others or not found:
+            raise CheckpointError(_not_of_adapter(others or sorted(self.weights.tensors)))
+        return {filed[name]: held for name, held in found.items()}
+
     def _is_same(self, key: str, owner: str) -> bool:
         if self._names[key] in self.weights.copies:
             return True
         one, other = (self.weights.tensors[self._names[name]] for name in (key, owner))
         read: Callable[[str], Tensor] = lambda name: self.weights.read(self._names[name], one.dtype)  # noqa: E731
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(read(key), read(owner))
+
+
+def _not_of_adapter(names: list[str]) -> Problem:
+    return Problem(
+        code="EXPORT_KEYS",
+        key=names[0],
+        message=f"the checkpoint has an adapter and {len(names)} tensors that adapter_config.json does not give it: {some(names)}",
+        fix="Export the adapter that Trainer saved beside it as adapter_model.safetensors, or put its own adapter_config.json there",
+    )
 
 
 def _damaged(path: Path, what: str) -> Problem:

@@ -148,7 +148,12 @@ def _from_deepspeed(other: OtherFolder, model_dir: Path) -> _Found:
     with as_damage(other.weights):
         steps = int(files.engine_state.get("global_steps") or 0)
     parts = {kind: opened.united([part]) for kind, part in states.parts.items()}
-    return _Found(opened=opened, parts=parts, steps={k: v for k, v in states.steps.items() if v}, schedule_steps=steps)
+    return _Found(
+        opened=opened,
+        parts=parts,
+        steps={k.removeprefix(opened.prefix): v for k, v in states.steps.items() if v},
+        schedule_steps=steps,
+    )
 
 
 def _from_universal(other: OtherFolder, model_dir: Path) -> _Found:
