@@ -15,6 +15,7 @@ synchronised around them:
   the processors, and of the steps, is in it. Only in the last line, which compares the runs.
 
 A run with `train.save_async` takes half as many steps again between saves as one at once takes time; `--steps-between` sets it.
+Two checkpoints at most are on the disk at a time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import statistics
 import sys
 import tempfile
@@ -35,7 +37,7 @@ import toolkit as tk
 from toolkit.config.job import Job
 from toolkit.launch.local import launch_local
 
-WARM_UP, MOST_STEPS_BETWEEN = 4, 600
+WARM_UP, MOST_STEPS_BETWEEN, MOST_STEPS_WITHOUT = 4, 600, 20
 MODES = ("at-once", "none", "behind")
 
 
@@ -98,6 +100,11 @@ class Saves:
     def complete(self, run: Any, folder: Path) -> None:
         self.taken.append(time.perf_counter() - self._began[len(self.taken)])
 
+    def keep_last(self) -> None:
+        if self.run.world.is_main:
+            for number in range(1, len(self.taken)):
+                shutil.rmtree(self.folder / f"checkpoint-{number}", ignore_errors=True)
+
     @property
     def is_writing(self) -> bool:
         return len(self.taken) < len(self._began)
@@ -125,6 +132,7 @@ def measure(plan: Any, mode: str, num_saves: int, out: Path) -> None:
         every = (plan.settings.max_steps - WARM_UP) // max(num_saves, 1)
         quiet, busy, whole = [], [], 0.0
         for step in range(plan.settings.max_steps):
+            saves.keep_last()
             writing = saves.is_writing
             began, stood_still = time.perf_counter(), sum(saves.waited)
             run.step(batch)
@@ -213,7 +221,7 @@ def main() -> None:
     for _ in range(options.rounds):
         between = options.steps_between or 4
         for mode in (mode for mode in MODES if mode in options.modes):
-            row = run_mode(options, mode, between)
+            row = run_mode(options, mode, min(between, MOST_STEPS_WITHOUT) if mode == "none" else between)
             rows.append(row)
             tell(row)
             if mode == "at-once" and options.steps_between is None:
