@@ -72,6 +72,19 @@ def test_the_answer_as_text_html_and_json(answer):
     assert {rule["rule"] for rule in found["learning_rate_rules"]} == {"sqrt", "linear"}
 
 
+def test_a_row_shows_itself_in_a_few_lines(answer):
+    row = answer.recommended
+    assert repr(row) == str(row)
+    first, layout, batch = str(row).splitlines()
+    assert first == f"row {row.number}, {answer.recommendation}"
+    assert "ZeRO-" in layout
+    assert batch.endswith("GiB a card")
+    assert "<table>" in row._repr_html_()
+    assert row.option.cluster.name in row._repr_html_()
+    assert "tokens/s" in repr(row.option)
+    assert "\n" not in repr(row.option)
+
+
 def test_old_prices_are_told_with_their_age(answer):
     later = answer_of(answer.question, answer.found, today=datetime.date(2027, 3, 1))
     assert any("read on 2026-11-01, 120 days ago" in note for note in later.notes())

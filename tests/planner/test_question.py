@@ -32,6 +32,12 @@ def test_a_part_of_a_name_stands_for_its_family():
     with pytest.raises(SpecError) as refused:
         read_cards("h100,h900,x1")
     assert refused.value.codes == ("GPU_UNKNOWN", "GPU_UNKNOWN")
+    first, second = refused.value.problems
+    assert (first.key, second.key) == ("--gpus", "--gpus")
+    assert "cluster.gpu" not in first.fix + second.fix
+    with pytest.raises(SpecError) as refused:
+        read_cards("h100-sxn")
+    assert refused.value.problems[0].fix == "Did you mean h100-sxm-80gb? `toolkit gpus` lists all"
 
 
 def test_every_limit_that_is_no_positive_number_is_told_at_once():

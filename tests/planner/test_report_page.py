@@ -48,6 +48,7 @@ def test_the_page_holds_all_and_asks_for_nothing(answer, page):
         row.option.cluster.offer.provider,
         "toolkit train planned.yaml",
         "2026-11-01",
+        "1 card;" if row.option.cluster.num_gpus == 1 else " cards",
     ):
         assert word in shown
     for each in answer.rows:

@@ -265,23 +265,31 @@ def _bad_description(why: str, fix: str) -> SpecError:
     )
 
 
-def find_in(catalogue: dict[str, Gpu], name: str) -> Gpu:
-    """Return the card of a name as `find_gpu` does, from a catalogue that is already loaded."""
-    return catalogue[_match(name, catalogue)]
+def find_in(catalogue: dict[str, Gpu], name: str, *, key: str = "cluster.gpu", where: str = "") -> Gpu:
+    """Return the card of a name as `find_gpu` does, from a catalogue that is already loaded.
+
+    Args:
+        catalogue: Cards by name.
+        name: Name of a card.
+        key: Key or option that has the name.
+        where: Place that has it in words, before the name; "" if the key says it.
+    """
+    return catalogue[_match(name, catalogue, key=key, where=where)]
 
 
-def _match(name: str, catalogue: Iterable[str]) -> str:
+def _match(name: str, catalogue: Iterable[str], *, key: str = "cluster.gpu", where: str = "") -> str:
     wanted = _squash(name)
-    for key in catalogue:
-        if _squash(key) == wanted:
-            return key
+    for known in catalogue:
+        if _squash(known) == wanted:
+            return known
     close = _closest(wanted, tuple(catalogue))
-    fix = f"Did you mean {' or '.join(close)}" if close else f"Name one of {', '.join(catalogue)}"
+    names = ", ".join(close[:-1]) + (" or " if close[1:] else "") + close[-1] if close else ""
+    fix = f"Did you mean {names}? `toolkit gpus` lists all" if close else f"Name one of {', '.join(catalogue)}"
     raise SpecError.of(
         code="GPU_UNKNOWN",
-        key="cluster.gpu",
-        message=f"gpu={name} is not in the GPU catalogue",
-        fix=f"{fix}; `toolkit gpus` lists all. Or {_DESCRIBE}",
+        key=key,
+        message=f"{where}gpu={name} is not in the GPU catalogue",
+        fix=f"{fix}. Or {_DESCRIBE}" if key == "cluster.gpu" else fix,
     )
 
 
@@ -316,7 +324,7 @@ def _squash(name: str) -> str:
 
 
 def _closest(wanted: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    containing = [name for name in names if wanted and wanted in _squash(name)]
+    containing = [name for name in names if len(wanted) > 1 and wanted in _squash(name)]
     by_squashed = {_squash(name): name for name in names}
     similar = difflib.get_close_matches(wanted, by_squashed, n=3, cutoff=0.6)
     return tuple(dict.fromkeys([*containing, *(by_squashed[match] for match in similar)]))[:5]

@@ -237,7 +237,7 @@ def _read(place: str, text: str, catalogue: dict[str, Gpu]) -> list[PricedOffer]
     for prices in lists:
         for offer in prices.offers:
             try:
-                gpu = find_in(catalogue, offer.gpu)
+                gpu = find_in(catalogue, offer.gpu, key="--prices", where=f"{place}, {offer.instance}: ")
             except SpecError as error:
                 problems += error.problems
                 continue

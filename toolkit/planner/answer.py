@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import PlanError, SpecError
 from toolkit.planner.lines import describe_layout, format_hours, format_usd
-from toolkit.planner.options import AS_FAST, Found, Option, pareto_front, raise_if_invalid, recommend
+from toolkit.planner.options import Found, Option, pareto_front, raise_if_invalid, recommend, within_limits
 from toolkit.planner.question import Question
 from toolkit.planner.rates import scaling_rules
-from toolkit.planner.rows import COLUMNS, RIGHT, Row, nearly_dict, nearly_line
+from toolkit.planner.reasons import absent_kinds, reason_of, why
+from toolkit.planner.rows import COLUMNS, RIGHT, Row, html_table, nearly_dict, nearly_line
 from toolkit.planner.search import DEAREST
 from toolkit.units import format_bytes
 
@@ -88,13 +89,7 @@ class Answer:
     @property
     def recommendation(self) -> str:
         """The recommended row in one line."""
-        option = self.recommended.option
-        cost = "" if option.usd is None else f", {format_usd(option.usd)} USD"
-        low, high = option.hours_range
-        return (
-            f"{option.cluster.name}: {option.tokens_per_second:,.0f} tokens/s, {format_hours(option.hours)} hours "
-            f"({format_hours(low)} to {format_hours(high)}){cost}; {self.recommended.why}"
-        )
+        return self.recommended.line
 
     def notes(self) -> list[str]:
         """Return what a reader should know of the table, one line each."""
@@ -117,6 +112,7 @@ class Answer:
         unpriced = [gpu.name for gpu in question.gpus if question.seeks_cluster and not question.prices.of(gpu.name)]
         if unpriced:
             notes.append(f"no price is known of {', '.join(unpriced)}: --prices FILE_OR_URL takes a list with them")
+        notes += absent_kinds(question, found, [row.option for row in self.rows])
         if found.cut_short:
             notes.append(
                 f"the search ended after {found.seconds:.0f} s; arithmetic left {found.cut_short} clusters that might be as "
@@ -197,17 +193,12 @@ class Answer:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
-        rows = ""
-        for row in self.rows:
-            style = ' style="font-weight:bold"' if row is self.recommended else ""
-            rows += f"<tr{style}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells()) + "</tr>"
         said = [f"recommended: row {self.recommended.number}, {self.recommendation}"]
         said += [f"almost fits: {nearly_line(option)}" for option in self.nearly]
         said += [*map(str, self.learning_rate_rules), *self.notes()]
         below = "".join(f"<li>{html.escape(line)}</li>" for line in said)
         return (
-            f"<div><p>{html.escape(self.headline)}</p><table><tr>{head}</tr>{rows}</table>"
+            f"<div><p>{html.escape(self.headline)}</p>{html_table(self.rows, bold=self.recommended)}"
             f"<ul style='font-size:smaller'>{below}</ul></div>"
         )
 
@@ -243,21 +234,22 @@ def answer_of(question: Question, found: Found, *, today: datetime.date | None =
     raise_if_invalid(found)
     if not found.options:
         raise _none_fits(question, found)
-    within = [option for option in found.options if _is_within(question, option)]
+    within = within_limits(question, found.options)
     if not within:
         raise _beyond_limits(question, found.options)
     known = _one_of_each_cluster(_affordable(question, within)) if question.seeks_cluster else within
     front = pareto_front(known)
-    others = sorted((option for option in known if option not in front), key=lambda each: each.usd or each.hours)
-    chosen, reason = recommend(question, known), _reason(question)
+    chosen = recommend(question, known)
+    shown = [*front, *_others(question, known, front, chosen)]
+    reason = reason_of(question, unlike_tight=chosen is not recommend(question, known, even_tight=True))
     rows = tuple(
         Row(
             number=number,
             option=option,
-            on_front=option in front,
-            why=_why(option, front, reason if option is chosen else ""),
+            on_front=number <= len(front),
+            why=why(option, front, reason if option is chosen else "", seeks_cluster=question.seeks_cluster),
         )
-        for number, option in enumerate((*front, *others[:_MOST_OTHERS]), start=1)
+        for number, option in enumerate(shown, start=1)
     )
     return Answer(
         question=question,
@@ -269,18 +261,33 @@ def answer_of(question: Question, found: Found, *, today: datetime.date | None =
     )
 
 
-def _is_within(question: Question, option: Option) -> bool:
-    budget, deadline = question.budget_usd, question.deadline_hours
-    in_budget = budget is None or (option.usd is not None and option.usd <= budget)
-    return in_budget and (deadline is None or option.hours <= deadline)
+def _others(question: Question, known: list[Option], front: list[Option], chosen: Option) -> list[Option]:
+    """Return the rows beside the front: the cheapest, the one that is recommended, and one of each kind of card that was named."""
+    behind = [option for option in known if not any(option is each for each in front)]
+    behind.sort(key=lambda each: each.usd or each.hours)
+    kept = behind[:_MOST_OTHERS]
+    kinds = {option.cluster.gpu.name for option in (*front, *kept)}
+    for option in behind[_MOST_OTHERS:]:
+        if option is chosen or (question.names_cards and option.cluster.gpu.name not in kinds):
+            kinds.add(option.cluster.gpu.name)
+            kept.append(option)
+    return kept
 
 
 def _affordable(question: Question, options: list[Option]) -> list[Option]:
-    """Return the options without those that are too dear to be looked at, which were estimated before a cheaper one was known."""
+    """Return the options without those that are too dear to be looked at, which were estimated before a cheaper one was known.
+
+    Of a kind of card that was named the cheapest stays.
+    """
     prices = [option.usd for option in options if option.usd is not None]
     if not prices or question.deadline_hours is not None:
         return options
-    return [option for option in options if option.usd is None or option.usd <= DEAREST * min(prices)]
+    kept: list[Option] = []
+    for option in sorted(options, key=lambda each: each.usd or 0.0):
+        is_first = not any(each.cluster.gpu is option.cluster.gpu for each in kept)
+        if (option.usd or 0.0) <= DEAREST * min(prices) or (question.names_cards and is_first):
+            kept.append(option)
+    return kept
 
 
 def _one_of_each_cluster(options: list[Option]) -> list[Option]:
@@ -290,33 +297,6 @@ def _one_of_each_cluster(options: list[Option]) -> list[Option]:
         cluster = option.cluster
         kept.setdefault((cluster.gpu.name, cluster.gpus_per_node, cluster.nodes), option)
     return list(kept.values())
-
-
-def _reason(question: Question) -> str:
-    """Return by what a row is recommended."""
-    if not question.seeks_cluster:
-        return f"the least memory within {AS_FAST - 1:.0%} of the fastest"
-    if question.deadline_hours is not None:
-        return f"the cheapest within {question.deadline_hours:g} hours"
-    return "the least hours × USD" if question.budget_usd is None else f"the fastest within {question.budget_usd:g} USD"
-
-
-def _why(option: Option, front: list[Option], reason: str) -> str:
-    said = [reason] if reason else []
-    if option in front:
-        if option is front[0] and len(front) > 1 and not reason.startswith("the cheapest"):
-            said.append("the cheapest")
-        elif option is front[-1] and len(front) > 1 and not reason.startswith("the fastest"):
-            said.append("the fastest")
-        if option is not front[0] and option.usd and front[0].usd:
-            said.append(
-                f"{front[0].hours / option.hours:.1f} × as fast as row 1 for {option.usd / front[0].usd:.2f} × its price"
-            )
-    if option.is_default:
-        said.append("the fixed defaults")
-    if option.report.tight:
-        said.append("tight")
-    return "; ".join(said)
 
 
 def _none_fits(question: Question, found: Found) -> PlanError:

@@ -45,6 +45,15 @@ def format_usd(usd: float | None) -> str:
     return f"{usd:,.0f}" if usd >= 1000 else f"{usd:.2f}"
 
 
+def counted(number: float, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "card"), counted(8, "card"), counted(0.5, "hour")
+    ('1 card', '8 cards', '0.5 hours')
+    """
+    return f"{number:g} {noun}" if number == 1 else f"{number:g} {noun}s"
+
+
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> list[str]:
     """Return a table as lines of plain text, with long cells wrapped."""
     wrapped = [[textwrap.wrap(cell, _MOST_WIDTH) or [""] for cell in row] for row in rows]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from toolkit.errors import PlanError, Problem
 from toolkit.planner.bounds import Foreseen, Setting
 from toolkit.planner.clusters import Candidate
+from toolkit.planner.lines import describe_kernels, describe_layout, format_hours, format_usd
 from toolkit.planner.question import Question
+from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
     from toolkit.cost import StepTime
@@ -18,11 +20,13 @@ if TYPE_CHECKING:
 
 # Options within this factor of the fastest count as equally fast: times are foreseen to a few per cent.
 AS_FAST = 1.02
+# A tight plan gives way to one that is not and costs at most this factor more: estimates leave out what else takes memory of a card.
+_WORTH_OF_ROOM = 1.05
 # Largest share of the time of element-wise kernels that compiled layers can save.
 _FUSED_AWAY = 0.8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Option:
     """A setting on a cluster, with exact figures.
 
@@ -43,6 +47,22 @@ class Option:
     report: MemoryReport
     step: StepTime | None
     is_default: bool = False
+
+    def __repr__(self) -> str:
+        where = f"{self.cluster.name}, {describe_layout(self.cluster, self.setting)}, {describe_kernels(self.setting)}"
+        if self.step is None:
+            return f"{where}: needs {format_bytes(self.report.required_bytes)} a card"
+        return f"{where}: {self.figures}"
+
+    @property
+    def figures(self) -> str:
+        """Speed, hours and price in words."""
+        low, high = self.hours_range
+        cost = "" if self.usd is None else f", {format_usd(self.usd)} USD"
+        return (
+            f"{self.tokens_per_second:,.0f} tokens/s, {format_hours(self.hours)} hours ({format_hours(low)} to "
+            f"{format_hours(high)}){cost}"
+        )
 
     @property
     def fits(self) -> bool:
@@ -101,6 +121,7 @@ class Found:
         cut_short: Clusters that were left with what arithmetic foresees, because the time was over.
         uncompiled: Clusters on which compiled layers might be better and were not tried, because the time was over or nobody asked for them.
         compiled: Whether compiled layers were to be tried.
+        unseen: Kinds of cards that were named and not looked at, because the time was over.
         best_foreseen: The best that arithmetic foresees on clusters that cannot hold the job: cluster, setting and bytes.
     """
 
@@ -115,6 +136,7 @@ class Found:
     cut_short: int = 0
     uncompiled: int = 0
     compiled: bool = True
+    unseen: list[str] = field(default_factory=list)
     best_foreseen: list[tuple[Candidate, Setting, Foreseen]] = field(default_factory=list)
 
 
@@ -150,34 +172,70 @@ def compiled_at_best(option: Option) -> float:
     return option.step.seconds - _FUSED_AWAY * (fused + again) - parts.get("waiting for the host", 0.0)
 
 
-def recommend(question: Question, options: Sequence[Option]) -> Option:
-    """Return the option to take: by the limits that were given, and without limits the one with the least hours × USD."""
-    budget, deadline = question.budget_usd, question.deadline_hours
-    within = within_limits(question, options)
-    front = pareto_front(within or options)
+def sought(question: Question, *, hours: float, usd: float | None) -> float:
+    """Return what is to be least: the price where there is a deadline, the hours where there is a budget, else hours × USD."""
+    if question.deadline_hours is not None:
+        return usd or 0.0
+    return hours if question.budget_usd is not None else hours * (usd or 1.0)
+
+
+def recommend(question: Question, options: Sequence[Option], *, even_tight: bool = False) -> Option:
+    """Return the option to take, within the limits where there is one: the least of what is sought, and not tight for a little more.
+
+    Args:
+        question: What is asked.
+        options: Options to choose among.
+        even_tight: Whether to take the least of what is sought even if it is tight.
+    """
+    within = within_limits(question, options) or list(options)
     if not question.seeks_cluster:
-        return fastest(within or options)
-    if deadline is not None:
-        return front[0]
-    return front[-1] if budget is not None else min(front, key=lambda option: option.hours * (option.usd or 1.0))
+        return fastest(within)
+
+    def cost(option: Option) -> float:
+        return sought(question, hours=option.hours, usd=option.usd)
+
+    return _least(within, cost) if even_tight else with_room(within, cost)
+
+
+def with_room(options: Sequence[Option], cost: Callable[[Option], float]) -> Option:
+    """Return the option of least cost; where that is tight, the least of those that are not, if it costs little more."""
+    least = _least(options, cost)
+    if not least.report.tight:
+        return least
+    limit = _WORTH_OF_ROOM * cost(least)
+    roomy = [option for option in options if not option.report.tight and cost(option) <= limit]
+    return _least(roomy, cost) if roomy else least
+
+
+def _least(options: Sequence[Option], cost: Callable[[Option], float]) -> Option:
+    return min(options, key=lambda option: (cost(option), option.hours, option.usd or 0.0))
 
 
 def within_limits(question: Question, options: Sequence[Option]) -> list[Option]:
     """Return the options within the budget and the deadline."""
+    return [option for option in options if is_within(question, hours=option.hours, usd=option.usd)]
+
+
+def is_within(question: Question, *, hours: float, usd: float | None) -> bool:
+    """Return whether hours and a price are within the budget and the deadline."""
     budget, deadline = question.budget_usd, question.deadline_hours
-    return [
-        option
-        for option in options
-        if (budget is None or (option.usd is not None and option.usd <= budget))
-        and (deadline is None or option.hours <= deadline)
-    ]
+    in_budget = budget is None or (usd is not None and usd <= budget)
+    return in_budget and (deadline is None or hours <= deadline)
 
 
 def fastest(options: Sequence[Option]) -> Option:
-    """Return the fastest option; of those that are about as fast, one without offload that needs least memory of the card."""
+    """Return the fastest option; of those that are about as fast, one without offload that needs least memory of the card.
+
+    Where all of these are tight, the fastest that is not is taken, if it is little slower.
+    """
     least = min(option.hours for option in options)
     close = [option for option in options if option.hours <= AS_FAST * least]
-    return min(close, key=lambda option: (option.setting.offload != "none", option.report.required_bytes))
+    if all(option.report.tight for option in close):
+        roomy = with_room(options, lambda option: option.hours)
+        close = close if roomy.report.tight else [roomy]
+    return min(
+        close, key=lambda option: (option.report.tight, option.setting.offload != "none", option.report.required_bytes)
+    )
 
 
 def pareto_front(options: Iterable[Option]) -> list[Option]:

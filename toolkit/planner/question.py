@@ -54,6 +54,7 @@ class Question:
         model: Its model.
         seeks_cluster: Whether the cluster is to be chosen.
         gpus: Cards to choose among, or the card of the job.
+        names_cards: Whether the user named the cards to choose among, and expects to hear of each.
         max_gpus: Most cards of a cluster.
         prices: Known offers.
         spot: Whether machines that may be taken away are rented.
@@ -79,6 +80,7 @@ class Question:
     deadline_hours: float | None
     liger: bool
     compiled: bool
+    names_cards: bool = False
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -168,20 +170,28 @@ def read_cards(text: str) -> tuple[Gpu, ...]:
         SpecError: GPU_UNKNOWN, for each name that no card has.
     """
     catalogue = {name: gpu for name, gpu in load_catalogue().items() if gpu.memory_bytes is not None}
-    names = [name.strip().lower() for name in text.split(",") if name.strip()]
-    if not names or names == ["all"]:
+    if is_all(text):
         return tuple(catalogue.values())
     found: dict[str, Gpu] = {}
     problems: list[Problem] = []
-    for name in names:
+    for name in _names(text):
         family = [gpu for key, gpu in catalogue.items() if key.startswith(f"{name}-")]
         try:
-            for gpu in family or [find_in(catalogue, name)]:
+            for gpu in family or [find_in(catalogue, name, key="--gpus")]:
                 found[gpu.name] = gpu
         except SpecError as error:
             problems += error.problems
     raise_all(SpecError, problems)
     return tuple(found.values())
+
+
+def is_all(text: str) -> bool:
+    """Return whether a list of cards stands for the whole catalogue."""
+    return _names(text) in ([], ["all"])
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip().lower() for name in text.split(",") if name.strip()]
 
 
 def dropout_of(job: Job, model: ModelSpec) -> str | None:

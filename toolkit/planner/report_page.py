@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from toolkit.artifacts.contents import contents
 from toolkit.errors import ToolkitError
 from toolkit.planner.files import job_text
-from toolkit.planner.lines import describe_kernels, describe_layout, format_hours, format_usd
+from toolkit.planner.lines import counted, describe_kernels, describe_layout, format_hours, format_usd
 from toolkit.planner.rows import COLUMNS, RIGHT, nearly_line
 from toolkit.planning.plan import save_text
 from toolkit.units import format_bytes
@@ -237,7 +237,7 @@ def _times(row: Row) -> list[dict[str, Any]]:
 def _links(row: Row) -> str:
     cluster = row.option.cluster
     gpu = cluster.gpu
-    said = [f"{cluster.num_gpus} cards"]
+    said = [counted(cluster.num_gpus, "card")]
     if cluster.gpus_per_node > 1 and gpu.link_kind and gpu.link_bandwidth_bytes_per_second:
         said.append(
             f"{gpu.link_kind} between the cards of a machine, {gpu.link_bandwidth_bytes_per_second / 1e9:.0f} GB/s each way"

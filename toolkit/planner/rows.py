@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +19,9 @@ COLUMNS = ("#", "GPUs", "rent", "layout", "settings", "batch", "GiB a card", "to
 RIGHT = ("#", "GiB a card", "tokens/s", "hours", "USD")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Row:
-    """One plan to choose from.
+    """One plan to choose from; `print` shows it in three lines, a notebook as a table of one row.
 
     Args:
         number: Its number in the table, from 1.
@@ -42,6 +44,25 @@ class Row:
     def job(self) -> Job:
         """The job, completed by the cluster and the chosen settings."""
         return self.option.plan.job
+
+    @property
+    def line(self) -> str:
+        """Cluster, speed, hours and price, and what speaks for it."""
+        return f"{self.option.cluster.name}: {self.option.figures}; {self.why}"
+
+    def __str__(self) -> str:
+        cells = dict(zip(COLUMNS, self.cells(), strict=True))
+        rent = f"{cells['rent']}; " if cells["rent"] else ""
+        return (
+            f"row {self.number}, {self.line}\n"
+            f"  {rent}{cells['layout']}; {cells['settings']}\n"
+            f"  batch {self.option.plan.settings.batch}; {cells['GiB a card']} GiB a card"
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table([self])
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the table, as `COLUMNS` names them."""
@@ -100,6 +121,16 @@ class Row:
             "usd": option.usd,
             "assumptions": [*step.assumptions, *report.assumptions],
         }
+
+
+def html_table(rows: Sequence[Row], *, bold: Row | None = None) -> str:
+    """Return rows as a table of a notebook."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
+    body = ""
+    for row in rows:
+        style = ' style="font-weight:bold"' if row is bold else ""
+        body += f"<tr{style}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells()) + "</tr>"
+    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def setting_values(option: Option) -> dict[str, Any]:

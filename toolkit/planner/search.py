@@ -16,7 +16,16 @@ from toolkit.cost import StepTime, step_time
 from toolkit.planner.bounds import Foreseen, Setting
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.evaluate import Evaluator
-from toolkit.planner.options import Found, Option, compiled_at_best, fastest, recommend, setting_of
+from toolkit.planner.options import (
+    Found,
+    Option,
+    compiled_at_best,
+    is_within,
+    recommend,
+    setting_of,
+    sought,
+    with_room,
+)
 from toolkit.planner.question import Question
 from toolkit.planner.ranking import Ranking
 from toolkit.planner.space import shares_recomputed
@@ -54,6 +63,10 @@ COMPILED_ON_OWN = 2
 _SURE = 0.85
 # Share of a card beyond which a plan is compared with one of a smaller micro-batch.
 _FULL = 0.9
+# Share of a card that a setting is to leave free by arithmetic where a tight plan is compared with others, and how many there are.
+_ROOM, _MOST_ROOMY = 0.08, 2
+# Clusters whose recommended option is compared with what differs little from it: another may be recommended after it.
+_MOST_LOOKED_BESIDE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +128,7 @@ class Search:
             elif nearest is not None:
                 found.best_foreseen.append((cluster, nearest[1], nearest[0]))
         found.num_foreseen = len(sites)
+        every = dict(sites)
         while sites and found.num_estimates < MOST_ESTIMATES:
             left = self._promising(sites)
             if not left:
@@ -133,10 +147,9 @@ class Search:
                 found.options.append(best)
             else:
                 without.append(cluster)
+        self._settle_named(every, without)
         self._try_compiled(without)
-        if found.options:
-            best = recommend(self._question, found.options)
-            found.options[found.options.index(best)] = self._look_beside(best)
+        self._look_beside_recommended()
         if not found.options:
             self._look_nearby()
         found.nearly.sort(key=lambda option: option.lacking_bytes / (option.cluster.gpu.memory_bytes or 1))
@@ -206,6 +219,48 @@ class Search:
             self.found.nearly.append(nearest)
         return best
 
+    def _settle_named(self, sites: dict[Candidate, tuple[Foreseen, Setting]], without: list[Candidate]) -> None:
+        """Settle the most promising cluster of each kind of card that was named and has no exact figures yet."""
+        question, found = self._question, self.found
+        if not question.names_cards:
+            return
+        for gpu in question.gpus:
+            seen = [*(each.cluster for each in (*found.options, *found.nearly)), *without]
+            of_kind = {cluster: foreseen for cluster, foreseen in sites.items() if cluster.gpu is gpu}
+            if not of_kind or any(cluster.gpu is gpu for cluster in seen):
+                continue
+            if self._is_late():
+                found.unseen.append(gpu.name)
+                continue
+            cluster, _ = min(of_kind.items(), key=self._foreseen_cost)
+            self._following = []
+            self._tell(cluster.name, decided=found.num_foreseen)
+            best = self.settle(cluster)
+            if best is None:
+                without.append(cluster)
+            else:
+                found.options.append(best)
+
+    def _foreseen_cost(self, site: tuple[Candidate, tuple[Foreseen, Setting]]) -> tuple[bool, float]:
+        """Return whether a cluster is beyond the limits by arithmetic, and what is sought of it."""
+        cluster, (foreseen, setting) = site
+        hours = self._hours(cluster, foreseen, setting)
+        usd = hours * (cluster.usd_per_hour or 0.0)
+        question = self._question
+        return not is_within(question, hours=hours, usd=usd), sought(question, hours=hours, usd=usd)
+
+    def _look_beside_recommended(self) -> None:
+        """Replace the option that is recommended by the best of what differs little from it, until no other is recommended."""
+        question, options, looked = self._question, self.found.options, set[Candidate]()
+        while options and len(looked) < _MOST_LOOKED_BESIDE:
+            first = recommend(question, options, even_tight=True), recommend(question, options)
+            best = next((each for each in first if each.cluster not in looked), None)
+            if best is None:
+                return
+            looked.add(best.cluster)
+            at = next(index for index, each in enumerate(options) if each is best)
+            options[at] = self._look_beside(best)
+
     def _look_beside(self, best: Option) -> Option:
         """Return the best of what differs little from an option: other ZeRO stages, which need no trace, and other micro-batches."""
         cluster, setting = best.cluster, best.setting
@@ -225,11 +280,22 @@ class Search:
         if best.report.required_bytes > _FULL * (cluster.gpu.memory_bytes or 0):
             smaller = [each for each in ranked if like(each, *axes) and each.micro < setting.micro]
             beside += sorted(smaller, key=lambda each: -each.micro)[:1]
+        if best.report.tight:
+            beside += self._with_room(best)
         larger = [each for each in ranked if like(each, *axes) and each.micro > setting.micro]
         beside += sorted(larger, key=lambda each: -each.micro)[:1]
         self._evaluator.trace_ahead([(cluster, each) for each in beside])
-        options = [each for each in (best, *(self.evaluate(cluster, each) for each in beside)) if each is not None]
-        return fastest([each for each in options if each.fits])
+        for each in beside:
+            self.evaluate(cluster, each)
+        known = [each for each in self._evaluator.known() if each.cluster is cluster]
+        return with_room(known, _seconds)
+
+    def _with_room(self, best: Option) -> list[Setting]:
+        """Return the fastest settings that are foreseen to leave room on the card where an option is tight."""
+        ranked, _ = self.rank(best.cluster)
+        most = (1 - _ROOM) * (best.cluster.gpu.memory_bytes or 0)
+        roomy = [setting for foreseen, setting in ranked if foreseen.required_bytes < most]
+        return [each for each in roomy if each.compiled == best.setting.compiled][:_MOST_ROOMY]
 
     def _try_compiled(self, without: Sequence[Candidate]) -> None:
         """Try compiled layers where they might make a plan of the front, the most promising first, while there is time.

@@ -96,7 +96,7 @@ def read_gpus(text: str) -> tuple[Gpu, ...]:
     problems: list[Problem] = []
     for name in names or [text]:
         try:
-            gpu = find_in(catalogue, name)
+            gpu = find_in(catalogue, name, key="--gpus")
         except SpecError as error:
             problems += error.problems
             continue
