@@ -38,6 +38,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     grid = plan.grid
     return {
         "checkpoint": str(folder),
+        "format": "toolkit",
         "tag": tag_of(state.step),
         "step": state.step,
         "num_steps": state.num_steps,

@@ -31,8 +31,8 @@ PART_BYTES = 16 * 2**20
 _MAX_THREADS = 4
 
 _PARTIAL = ".partial"
-# Of folders that `toolkit checkpoint adopt` reads, beside DeepSpeed's tags (toolkit/exporter/other_folders.py).
-_ADOPTABLE = (LATEST, ".metadata", "pytorch_model_fsdp*/.metadata", "zero")
+# What tells folders that `toolkit checkpoint adopt` reads (toolkit/exporter/other_folders.py).
+ADOPTABLE = (f"{LATEST}*", "*_states.pt", ".metadata", "pytorch_model_fsdp*/.metadata", "zero")
 
 
 class Entry(BaseModel):
@@ -353,7 +353,7 @@ def _of_another_program(folder: Path) -> Problem | None:
             fix=f"Its tags are {', '.join(tags)}; write the one to resume into {folder / LATEST}, or choose a complete checkpoint",
             source="deepspeed runtime/engine.py load_checkpoint",
         )
-    adoptable = any((tags, *(any(folder.glob(name)) for name in _ADOPTABLE)))
+    adoptable = any((tags, *(any(folder.glob(name)) for name in ADOPTABLE)))
     if not adoptable and not any(folder.glob("optimizer*")):
         return None
     adopt = f"Make it one of a job's: `toolkit checkpoint adopt {folder} OUT --job JOB`; or export its weights"

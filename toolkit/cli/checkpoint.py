@@ -14,6 +14,7 @@ from toolkit.config.paths import is_folder
 from toolkit.errors import CheckError, CheckpointError
 from toolkit.units import format_bytes, format_count
 
+_DAMAGE = {"CHECKPOINT_DAMAGED", "CHECKPOINT_INCOMPLETE", "EXPORT_DAMAGED", "EXPORT_INCOMPLETE", "EXPORT_NO_CHECKPOINT"}
 _GROUP = typer.Typer(no_args_is_help=True, help="List, inspect, verify, compare, convert, adopt and prune checkpoints.")
 
 
@@ -96,14 +97,24 @@ def inspect_command(
 ) -> None:
     """Say what a checkpoint is: its step, model, the ranks that wrote it, its size, and what can load it. Reads its small files alone.
 
+    Also of another program's: DeepSpeed's, also as Trainer, Accelerate and Lightning save it, FSDP's or a universal one.
+
     Example: `toolkit checkpoint inspect runs/my-job/checkpoint-500`
 
-    JSON keys: checkpoint, tag, step, num_steps, saved, model, parameters, strategy, zero_stage (null without ZeRO), world_size, pipeline,
-    data, tensor, sequence_parallel, virtual_stages, offload, method, precision, optimizer, bytes, bytes_by_kind, versions, has_optimizer,
-    loads.
+    JSON keys: checkpoint, format (toolkit), tag, step, num_steps, saved, model, parameters, strategy, zero_stage (null without ZeRO),
+    world_size, pipeline, data, tensor, sequence_parallel, virtual_stages, offload, method, precision, optimizer, bytes, bytes_by_kind,
+    versions, has_optimizer, loads. Of another program's: checkpoint, format (deepspeed, universal, distributed), tag, step, strategy,
+    zero_stage, world_size, parameters, dtype, method, bytes, versions, has_optimizer, loads; null is what it does not say.
     """
     from toolkit.checkpoint.inspection import inspect
 
+    other = _other(checkpoint)
+    if other is not None:
+        from toolkit.exporter.other_inspection import inspect_other
+
+        found = inspect_other(other)
+        print_json(found) if as_json else _print_other(found)
+        return
     found = inspect(_checkpoint(checkpoint))
     if as_json:
         print_json(found)
@@ -138,6 +149,50 @@ def inspect_command(
     print_fields(fields)
 
 
+def _other(path: Path) -> Any:
+    """Return another program's checkpoint, an `OtherFolder`; None for everything else."""
+    from toolkit.checkpoint.layout import MANIFEST
+    from toolkit.checkpoint.manifest import ADOPTABLE
+
+    is_folder(path, key=str(path))  # refuses a path that the system does
+    if (path / MANIFEST).exists() or not any(any(path.glob(name)) for name in ADOPTABLE):
+        return None  # without imports that take seconds
+    from toolkit.cli.export import load_exporter
+    from toolkit.modeling.lean_imports import quick_imports
+
+    with quick_imports():
+        load_exporter()
+        from toolkit.exporter.other_folders import find_other
+    return find_other(path)
+
+
+_FORMATS = {
+    "deepspeed": "of DeepSpeed's engine",
+    "universal": "in DeepSpeed's universal format",
+    "distributed": "of torch's distributed checkpoint, as FSDP saves it",
+}
+
+
+def _print_other(found: dict[str, Any]) -> None:
+    stage = "" if found["zero_stage"] is None else f"ZeRO-{found['zero_stage']}, "
+    ranks = "an unknown number of ranks" if found["world_size"] is None else f"{found['world_size']} rank(s)"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    model = ", ".join(str(text) for text in (found["method"], found["dtype"]) if text is not None)
+    print_fields(
+        [
+            ("checkpoint", found["checkpoint"]),
+            ("written by", f"another program: files {_FORMATS[found['format']]}{', ' if versions else ''}{versions}"),
+            ("tag", found["tag"]),
+            ("step", "unknown" if found["step"] is None else str(found["step"])),
+            ("ranks", f"{stage}{ranks}"),
+            ("weights", f"{_parameters(found['parameters'])}{', ' if model else ''}{model}"),
+            ("optimizer", "its state is saved" if found["has_optimizer"] else "no state"),
+            ("size", format_bytes(found["bytes"])),
+            *(("loaded by" if not number else "", text) for number, text in enumerate(found["loads"])),
+        ]
+    )
+
+
 def _parameters(count: int | None) -> str:
     return "of unknown size" if count is None else f"{format_count(count)} parameters"
 
@@ -161,38 +216,60 @@ def verify_command(
 ) -> None:
     """Check a checkpoint before a launch depends on it: every file is there, has its size and its tensors, and says what it must.
 
-    That reads little and takes seconds. `--deep` also compares every byte, which a resume does anyway.
+    That reads little and takes seconds. `--deep` also compares every byte, which a resume does anyway. Another program's checkpoint has no
+    manifest and no hashes: that all ranks' files are there and can be read is checked, with `--deep` each tensor by its archive's CRC-32.
 
     Example: `toolkit checkpoint verify runs/my-job/checkpoint-500`
 
-    JSON keys: checkpoint, files, bytes, deep.
+    JSON keys: checkpoint, files, bytes, deep, hashes (whether there are any).
     """
     from toolkit.checkpoint.inspection import verify_quickly
 
     try:
-        manifest = verify_quickly(checkpoint, deep=deep)
+        other = _other(checkpoint)
+        if other is not None:
+            from toolkit.exporter.other_inspection import verify_other
+
+            paths = verify_other(other, deep=deep)
+            count, size = len(paths), sum(path.stat().st_size for path in paths)
+        else:
+            manifest = verify_quickly(checkpoint, deep=deep)
+            count, size = len(manifest), sum(entry.num_bytes for entry in manifest.values())
     except CheckpointError as error:
-        if set(error.codes) <= {"CHECKPOINT_DAMAGED", "CHECKPOINT_INCOMPLETE"}:
+        if set(error.codes) <= _DAMAGE:
             raise CheckError(*error.problems) from None
         raise
-    size = sum(entry.num_bytes for entry in manifest.values())
     if as_json:
-        print_json({"checkpoint": str(checkpoint), "files": len(manifest), "bytes": size, "deep": deep})
+        sizes = {"files": count, "bytes": size}
+        print_json({"checkpoint": str(checkpoint), **sizes, "deep": deep, "hashes": other is None})
+        return
+    if other is not None:
+        read = "every tensor is as its archive says" if deep else "every index can be read; --deep reads every byte"
+        print(f"{checkpoint} has all ranks' files: {count} files, {format_bytes(size)}, {read}")
+        print(
+            "Another program wrote it, without hashes: values that were changed together with their archive are not seen"
+        )
         return
     what = (
         "every checksum matches"
         if deep
         else "every size and index matches, and the checksums of the small ones; --deep compares all"
     )
-    print(f"{checkpoint} is complete: {len(manifest)} files, {format_bytes(size)}, {what}")
+    print(f"{checkpoint} is complete: {count} files, {format_bytes(size)}, {what}")
 
 
 @_GROUP.command("diff")
 def diff_command(
-    first: Annotated[Path, typer.Argument(help="A checkpoint-STEP folder, or an export.")],
+    first: Annotated[
+        Path, typer.Argument(help="A checkpoint-STEP folder, another program's checkpoint, or an export.")
+    ],
     second: Annotated[Path, typer.Argument(help="Another one, of any layout.")],
     optimizer: Annotated[bool, typer.Option(help="Compare the states of the optimizers too.")] = True,
     limit: Annotated[int, typer.Option(min=1, help="Number of tensors that are shown.")] = 20,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", help="Folder with config.json, for another program's checkpoint beside none."),
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the Python code of the checkpoint's model.")
     ] = False,
@@ -201,7 +278,7 @@ def diff_command(
     """Say which tensors of two checkpoints differ, and by how much; exit code 1 if any does.
 
     Both may be of any layout: whole tensors are compared by name, one of each in memory at a time. Beside an export, weights alone
-    are compared, under its names and in its dtype.
+    are compared, under its names and in its dtype; beside another program's checkpoint, those states of the optimizer that both have.
 
     Example: `toolkit checkpoint diff runs/a/checkpoint-500 runs/b/checkpoint-500`
 
@@ -216,7 +293,7 @@ def diff_command(
     with quick_imports():
         load_exporter()
         from toolkit.reshape.compare import compare, rows
-    found = compare(first, second, optimizer=optimizer, trust_remote_code=trust_remote_code)
+    found = compare(first, second, optimizer=optimizer, trust_remote_code=trust_remote_code, model=model)
     different = list(rows(found))
     if as_json:
         only = {"only_first": list(found.only_first), "only_second": list(found.only_second)}

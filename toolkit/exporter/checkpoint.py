@@ -177,7 +177,7 @@ def _export_other(
     """Write what another program saved; there is no plan and no manifest, so the tensors' own shapes are all that is compared."""
     model_dir = model or other.model_dir
     if model_dir is None:
-        raise CheckpointError(_no_model(other.root))
+        raise CheckpointError(no_model(other.root))
     if check_logits:
         raise CheckpointError(_no_probe(other.root))
     if not options["trust_remote_code"] and _has_code(model_dir):
@@ -199,7 +199,8 @@ def _export_other(
     return Export(folder=report.output_dir, report=report, logits_difference=None, not_compared=reason)
 
 
-def _no_model(folder: Path) -> Problem:
+def no_model(folder: Path) -> Problem:
+    """Return the problem of another program's folder for whose model no config.json is known."""
     return Problem(
         code="EXPORT_CONFIG",
         key=str(folder),

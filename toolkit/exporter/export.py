@@ -114,7 +114,7 @@ def export_checkpoint(
     source = Path(checkpoint_dir)
     target = Path(output_dir).absolute()
     check_apart(source, target)
-    opened = _open(
+    opened = open_folder(
         tag_dir or _latest(source),
         model_dir or source / "model",
         peft_dir,
@@ -152,16 +152,17 @@ def export_checkpoint(
     return report
 
 
-def _open(
+def open_folder(
     tag_dir: Path,
     model_dir: Path,
     peft_dir: Path | None,
     *,
     trust_remote_code: bool,
-    grid: Grid,
-    checks: ReadChecks | None,
+    grid: Grid = _ONE_RANK,
+    checks: ReadChecks | None = None,
     other: OtherFolder | None,
 ) -> Opened:
+    """Open a tag's files, or what another program left; arguments and errors are those of `export_checkpoint`."""
     if other is not None and other.format != "deepspeed":
         return _open_other(other, model_dir, peft_dir, trust_remote_code=trust_remote_code)
     return open_checkpoint(tag_dir, model_dir, peft_dir, trust_remote_code=trust_remote_code, grid=grid, checks=checks)

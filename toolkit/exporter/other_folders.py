@@ -21,6 +21,7 @@ UNIVERSAL_LATEST = "latest_universal"
 INDEX = ".metadata"
 # Folders of weights inside those that Accelerate and Trainer save under FSDP (accelerate utils/constants.py FSDP_MODEL_NAME).
 _FSDP = "pytorch_model_fsdp"
+OPTIMIZER_FOLDER = "optimizer_0"  # accelerate utils/fsdp_utils.py save_fsdp_optimizer
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoint.pickles import read_index, read_tensor
-from toolkit.errors import CheckpointError, Problem
+from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.exporter.adapter import adapter_names, factor_of, is_adapted
 from toolkit.exporter.other_folders import INDEX, names_by_model
 from toolkit.exporter.zero_reader import StoredTensor
+from toolkit.io import plain_file
 from toolkit.modeling.safetensors_folder import some
 
+# What AdamW has for each weight.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _FP32 = "fp32.pt"
 
 
@@ -26,7 +29,7 @@ class DistributedCheckpoint:
     """The tensors of a folder of torch's distributed checkpoint, each joined from its chunks when it is read.
 
     Args:
-        folder: Folder with `.metadata` and the `.distcp` files that it names.
+        folder: Folder with `.metadata` and the `.distcp` files that it names; `sizes` is what each of them has at least, bytes.
 
     Raises:
         CheckpointError: EXPORT_DAMAGED, CHECKPOINT_UNSAFE.
@@ -37,11 +40,16 @@ class DistributedCheckpoint:
     folder: Path
     tensors: dict[str, StoredTensor] = field(init=False)
     copies: frozenset[str] = field(init=False, default=frozenset())
+    sizes: dict[str, int] = field(init=False)
     _chunks: dict[str, list[_Chunk]] = field(init=False)
 
     def __post_init__(self) -> None:
         try:
             index = read_index(self.folder, INDEX)
+            self.sizes = {}
+            for place in index.storage_data.values():
+                name, end = str(place.relative_path), int(place.offset) + int(place.length)
+                self.sizes[name] = max(end, self.sizes.get(name, 0))
             places = {(key.fqn, getattr(key, "offset", None)): place for key, place in index.storage_data.items()}
             described = {name: held for name, held in index.state_dict_metadata.items() if hasattr(held, "properties")}
             self._chunks = {
@@ -71,6 +79,22 @@ class DistributedCheckpoint:
                 target = target.narrow(dim, offset, size)
             target.copy_(values)
         return whole
+
+    def check_files(self) -> None:
+        """Check that all ranks' files are there, with what the index says is in them.
+
+        Raises:
+            CheckpointError: EXPORT_DAMAGED.
+        """
+        problems = []
+        for name, size in sorted(self.sizes.items()):
+            try:
+                found = plain_file(self.folder, name).stat().st_size
+                if found < size:
+                    raise ValueError(f"has {found} bytes, and its index says {size}")
+            except (OSError, ValueError) as error:
+                problems.append(_damaged(self.folder / name, str(error)))
+        raise_all(CheckpointError, problems)
 
     def _described(self, name: str, held: Any) -> StoredTensor:
         shape, dtype = tuple(map(int, held.size)), held.properties.values[0]

@@ -27,8 +27,9 @@ from toolkit.errors import CheckpointError, Problem
 from toolkit.exporter.adapter import Weights
 from toolkit.exporter.model_folder import copy_plain, empty_model
 from toolkit.exporter.opening import OpenedRanks, open_checkpoint
-from toolkit.exporter.other_folders import INDEX, OtherFolder, find_other
+from toolkit.exporter.other_folders import INDEX, OPTIMIZER_FOLDER, OtherFolder, find_other
 from toolkit.exporter.other_readers import (
+    MOMENTS,
     DistributedCheckpoint,
     OtherWeights,
     StatesOfOptimizer,
@@ -44,9 +45,6 @@ from toolkit.reshape.saved import SavedState
 from toolkit.reshape.zero_states import MASTER, STEP, zero_states
 from toolkit.topology.grid import Grid
 from toolkit.version import installed_version
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_OPTIMIZER = "optimizer_0"  # accelerate utils/fsdp_utils.py save_fsdp_optimizer
 
 
 @checks_arguments
@@ -100,8 +98,12 @@ def adopt(
                 "Set model.name to a local folder with config.json and tokenizer",
             )
         )
-    read = {"deepspeed": _from_deepspeed, "universal": _from_universal, "distributed": _from_distributed}[other.format]
-    found = read(other, plan.model.path)
+    found = read_other(other, plan.model.path)
+    if not found.parts:
+        fix = "Export its weights, or save it with ZeRO 1 to 3"
+        raise CheckpointError(
+            _refused(other.root, "has states of an optimizer by number, or none: stage 0 names no weights", fix)
+        )
     done = step if step is not None else max(found.steps.values(), default=0) or found.schedule_steps or other.step
     if not done:
         raise CheckpointError(_refused(other.root, "does not say how many steps were done", "Say it: --step N"))
@@ -127,8 +129,15 @@ def adopt(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """What a folder has."""
+class Found:
+    """What a folder has for a whole model.
+
+    Args:
+        opened: Its weights.
+        parts: Numbers of each trained weight, by kind as in `SavedState`; none where the optimizer's states name no weights.
+        steps: Steps that the optimizer has done on each weight, if it says so.
+        schedule_steps: Steps that the engine has done, if it says so.
+    """
 
     opened: OpenedRanks
     parts: Mapping[str, Weights]
@@ -136,19 +145,26 @@ class _Found:
     schedule_steps: int = 0
 
 
-def _from_deepspeed(other: OtherFolder, model_dir: Path) -> _Found:
-    opened = open_checkpoint(other.weights, model_dir, trust_remote_code=False, grid=Grid())
+def read_other(other: OtherFolder, model_dir: Path, *, trust_remote_code: bool = False) -> Found:
+    """Open what another program left of a whole model; nothing is read before it is asked for.
+
+    Raises:
+        CheckpointError: Those of the readers of `toolkit.exporter`.
+    """
+    read = {"deepspeed": _from_deepspeed, "universal": _from_universal, "distributed": _from_distributed}[other.format]
+    return read(other, model_dir, trust_remote_code)
+
+
+def _from_deepspeed(other: OtherFolder, model_dir: Path, trust_remote_code: bool) -> Found:
+    opened = open_checkpoint(other.weights, model_dir, trust_remote_code=trust_remote_code, grid=Grid())
     (files,) = [rank for rank in opened.ranks if isinstance(rank, ZeroCheckpoint)]
     if not files.optimizer_states():
-        fix = "Export its weights, or save it with ZeRO 1 to 3"
-        raise CheckpointError(
-            _refused(other.root, "has states of an optimizer by number, or none: stage 0 names no weights", fix)
-        )
+        return Found(opened=opened, parts={}, steps={})
     states = zero_states(files, [])
     with as_damage(other.weights):
         steps = int(files.engine_state.get("global_steps") or 0)
     parts = {kind: opened.united([part]) for kind, part in states.parts.items()}
-    return _Found(
+    return Found(
         opened=opened,
         parts=parts,
         steps={k.removeprefix(opened.prefix): v for k, v in states.steps.items() if v},
@@ -156,7 +172,7 @@ def _from_deepspeed(other: OtherFolder, model_dir: Path) -> _Found:
     )
 
 
-def _from_universal(other: OtherFolder, model_dir: Path) -> _Found:
+def _from_universal(other: OtherFolder, model_dir: Path, trust_remote_code: bool) -> Found:
     whole = UniversalCheckpoint(other.weights)
     steps = {}
     for path in sorted(other.weights.glob(f"zero/*/{STEP}.pt")):
@@ -167,17 +183,18 @@ def _from_universal(other: OtherFolder, model_dir: Path) -> _Found:
             raise CheckpointError(
                 _refused(other.root, f"has no count of steps of {name}: {error}", "Copy it again")
             ) from None
-    states = {kind: UniversalCheckpoint(other.weights, f"{kind}.pt") for kind in _MOMENTS}
-    return _by_model(other, model_dir, whole, states, steps)
+    states = {kind: UniversalCheckpoint(other.weights, f"{kind}.pt") for kind in MOMENTS}
+    return _by_model(other, model_dir, whole, states, steps, trust_remote_code)
 
 
-def _from_distributed(other: OtherFolder, model_dir: Path) -> _Found:
+def _from_distributed(other: OtherFolder, model_dir: Path, trust_remote_code: bool) -> Found:
     whole = DistributedCheckpoint(other.weights)
-    beside = other.weights.parent / _OPTIMIZER
+    beside = other.weights.parent / OPTIMIZER_FOLDER
     held = DistributedCheckpoint(beside) if (beside / INDEX).is_file() else whole
     counts = StatesOfOptimizer(held, STEP)
     steps = {name: int(counts.read(name, torch.float32)) for name, stored in counts.tensors.items() if not stored.shape}
-    return _by_model(other, model_dir, whole, {kind: StatesOfOptimizer(held, kind) for kind in _MOMENTS}, steps)
+    states = {kind: StatesOfOptimizer(held, kind) for kind in MOMENTS}
+    return _by_model(other, model_dir, whole, states, steps, trust_remote_code)
 
 
 def _by_model(
@@ -186,9 +203,10 @@ def _by_model(
     whole: UniversalCheckpoint | DistributedCheckpoint,
     states: Mapping[str, UniversalCheckpoint | StatesOfOptimizer],
     steps: Mapping[str, int],
-) -> _Found:
+    trust_remote_code: bool,
+) -> Found:
     """Return the tensors under the keys of the model."""
-    model = empty_model(model_dir, trust_remote_code=False, num_tensors=len(whole.tensors))
+    model = empty_model(model_dir, trust_remote_code=trust_remote_code, num_tensors=len(whole.tensors))
     wanted, tied = full_shapes(model), tied_keys(model)
     own = {name for name, _ in model.named_parameters()} - tied.keys()
     trained = {name: shape for name, shape in wanted.items() if name in own}
@@ -208,22 +226,22 @@ def _by_model(
         weights=weights,
     )
     most = max(steps.values(), default=0)
-    return _Found(opened=opened, parts=parts, steps=dict.fromkeys(trained, most) if most else {})
+    return Found(opened=opened, parts=parts, steps=dict.fromkeys(trained, most) if most else {})
 
 
 def _check_states(other: OtherFolder, saved: SavedState) -> None:
     """Refuse a folder that lacks a state of a weight, or has one of another shape."""
     masters = saved.parts[MASTER].tensors
     kinds = saved.parts.keys() - {MASTER}
-    if kinds != set(_MOMENTS):
-        what = f"has {', '.join(sorted(kinds)) or 'no states'} of an optimizer, and AdamW needs {', '.join(_MOMENTS)}"
+    if kinds != set(MOMENTS):
+        what = f"has {', '.join(sorted(kinds)) or 'no states'} of an optimizer, and AdamW needs {', '.join(MOMENTS)}"
         raise CheckpointError(
             _refused(
                 other.root, what, f"Export its weights (`toolkit export {other.root}`) and set model to the export"
             )
         )
     wanted: Mapping[str, Tensor] = full_shapes(saved.opened.model)
-    for kind in (MASTER, *_MOMENTS):
+    for kind in (MASTER, *MOMENTS):
         held = saved.parts[kind].tensors
         for name, parameter in _trained(saved.opened.model):
             if name not in held or held[name].shape != tuple(wanted[name].shape):

@@ -18,8 +18,11 @@ from toolkit.checkpoint.layout import MODEL, tag_of
 from toolkit.checkpoint.state import State, saved_plan
 from toolkit.errors import CheckpointError, Problem
 from toolkit.exporter.adapter import Weights
+from toolkit.exporter.checkpoint import no_model
 from toolkit.exporter.contents import Contents, Opened, choose_contents
+from toolkit.exporter.export import open_folder
 from toolkit.exporter.opening import open_checkpoint
+from toolkit.exporter.other_folders import OtherFolder, find_other
 from toolkit.exporter.zero_reader import StoredTensor
 from toolkit.modeling.conversion import revert
 from toolkit.modeling.safetensors_folder import SafetensorsFolder
@@ -77,30 +80,50 @@ class Comparison:
         return not (self.different or self.only_first or self.only_second)
 
 
-def compare(first: Path, second: Path, *, optimizer: bool = True, trust_remote_code: bool = False) -> Comparison:
-    """Compare two checkpoints of `toolkit train`, or one with an export.
+def compare(
+    first: Path,
+    second: Path,
+    *,
+    optimizer: bool = True,
+    trust_remote_code: bool = False,
+    model: Path | None = None,
+) -> Comparison:
+    """Compare two checkpoints of `toolkit train` or of other programs, or one with an export.
 
     Args:
         first: Folder of a checkpoint or an export.
         second: Folder of another one. With an export weights alone are compared, under the names and in the dtype of the export.
-        optimizer: Whether to compare the states of the optimizers too.
+        optimizer: Whether to compare the states of the optimizers too, those that both have.
         trust_remote_code: Whether to run model code that a checkpoint brings.
+        model: Folder with config.json, where neither has one: another program's checkpoint needs it.
 
     Raises:
         CheckpointError: One is neither, or damaged; CHECKPOINT_MODEL for two that have no tensor in common.
     """
     folders = (first, second)
-    exports = {folder: stem for folder in folders if (stem := _stem(folder)) is not None}
-    plans = [None if folder in exports else _verified_plan(folder) for folder in folders]
-    optimizer = optimizer and all(plan is not None and not plan.job.train.save_only_model for plan in plans)
+    others = {folder: theirs for folder in folders if (theirs := find_other(folder)) is not None}
+    exports = {folder: stem for folder in folders if folder not in others and (stem := _stem(folder)) is not None}
+    plans = [None if folder in exports or folder in others else _verified_plan(folder) for folder in folders]
+    optimizer = (
+        optimizer and not exports and not any(plan is not None and plan.job.train.save_only_model for plan in plans)
+    )
     sides = []
     for folder, plan in zip(folders, plans, strict=True):
-        if plan is None:
+        if folder in others:
+            model_dir = next(
+                (place for place in (model, *map(_model_dir, (folder, *folders))) if place is not None), None
+            )
+            if model_dir is None:
+                raise CheckpointError(no_model(folder))
+            side = _open_other(others[folder], model_dir, optimizer=optimizer, trust_remote_code=trust_remote_code)
+            sides.append(side.as_export() if exports else side)
+        elif plan is None:
             sides.append(_Side(parts={WEIGHT: _Files(SafetensorsFolder(folder, stem=exports[folder]))}))
         else:
             side = _open(folder, plan, optimizer=optimizer, trust_remote_code=trust_remote_code)
             sides.append(side.as_export() if exports else side)
-    one, other = (_names(side) for side in sides)
+    kinds = sides[0].parts.keys() & sides[1].parts.keys() if others else sides[0].parts.keys() | sides[1].parts.keys()
+    one, other = ({key for key in _names(side) if key[0] in kinds} for side in sides)
     if not one & other:
         raise CheckpointError(_nothing_in_common(first, second))
     num_equal = {kind: 0 for kind, _ in sorted(one & other)}
@@ -135,6 +158,14 @@ class _Side:
         return _Side(parts={WEIGHT: _Exported(self.opened, contents)}, steps=self.steps)
 
 
+def _model_dir(folder: Path) -> Path | None:
+    """Return the folder with a checkpoint's or an export's config.json, if it has one."""
+    other = find_other(folder)
+    if other is not None:
+        return other.model_dir
+    return next((place for place in (folder / MODEL, folder) if (place / "config.json").is_file()), None)
+
+
 def _stem(folder: Path) -> str | None:
     """Return what the names of an export's files begin with; None for another folder."""
     return next((stem for stem in _STEMS if any(folder.glob(f"{stem}*.safetensors"))), None)
@@ -143,6 +174,17 @@ def _stem(folder: Path) -> str | None:
 def _verified_plan(folder: Path) -> Plan:
     verify_quickly(folder, deep=False)
     return saved_plan(folder)
+
+
+def _open_other(other: OtherFolder, model_dir: Path, *, optimizer: bool, trust_remote_code: bool) -> _Side:
+    opened = open_folder(other.weights, model_dir, other.adapter_dir, trust_remote_code=trust_remote_code, other=other)
+    if not optimizer or opened.peft_model is not None:
+        return _Side(parts={WEIGHT: opened.weights}, opened=opened)
+    from toolkit.reshape.adopt import read_other  # imports the engine
+
+    found = read_other(other, model_dir, trust_remote_code=trust_remote_code)
+    steps = max(found.steps.values(), default=found.schedule_steps or other.step)
+    return _Side(parts={WEIGHT: found.opened.weights, **found.parts}, steps=steps, opened=found.opened)
 
 
 def _open(folder: Path, plan: Plan, *, optimizer: bool, trust_remote_code: bool) -> _Side:
