@@ -334,6 +334,8 @@ def child(options: argparse.Namespace) -> None:
     import transformers
     import transformers.modeling_layers
 
+    import toolkit as tk
+
     plan = plan_of(case, out.parent / f"model-{os.environ['RANK']}", gpu=options.gpu, gpus=options.gpus)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -348,6 +350,7 @@ def child(options: argparse.Namespace) -> None:
             "torch": torch.__version__,
             "deepspeed": deepspeed.__version__,
             "transformers": transformers.__version__,
+            "toolkit": tk.__version__,
         },
     }
     traces = None if options.traces is None else options.traces / f"{case['id']}-{mode}.json.gz"

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,15 @@ HOST_SHARED = frozenset({"optimizer-cpu-zero1", "full-cpu-zero3", "full-cpu-zero
 class Row:
     """A measured run: `toolkit`, `planned` and `parallel` of the toolkit's own loop, `engine` and `h100` of the plain engine.
 
-    Those of `parallel` are of two cards, and of ranks of pipelines that ran alone; no constant was chosen by them.
+    Those of `parallel` are of two cards, and of ranks of pipelines that ran alone; no constant was chosen by them. ZeRO takes the norms
+    of all gradients at once in runs that name the version of the toolkit, which earlier ones do not.
     """
 
     source: str
     name: str
     what: Any
     seconds: float
+    one_pass_norm: bool = False
 
     @property
     def kind(self) -> str:
@@ -74,7 +76,9 @@ def rows() -> Iterator[Row]:
         for run in _lines(file):
             if run["mode"] == "toolkit":
                 seconds = statistics.median([run["step_seconds"], *again[run["id"]]])
-                yield Row(source=source, name=run["id"], what=run, seconds=seconds)
+                yield Row(
+                    source=source, name=run["id"], what=run, seconds=seconds, one_pass_norm="toolkit" in run["versions"]
+                )
     yield from _parallel_rows()
     for run in measured_runs():
         yield Row(source="h100", name=run["id"], what=run, seconds=run["step_seconds"])
@@ -122,7 +126,8 @@ def _parallel_rows() -> Iterator[Row]:
                 **{name: run["case"][name] for name in ("parallel", "deepspeed") if name in run["case"]},
                 "train": own,
             }
-            groups[f"two cards, {run['id']}"].append((run["step_seconds"], ("llama-3.1-8b", 0, H200, 2, job)))
+            again = ", one-pass norm" if "toolkit" in run["versions"] and "strategy" not in job["parallel"] else ""
+            groups[f"two cards, {run['id']}{again}"].append((run["step_seconds"], ("llama-3.1-8b", 0, H200, 2, job)))
     for run in _lines(RESULTS / "pipeline-1xh100.jsonl"):
         _, _, case = run["case"].partition(":")
         # Of interleaved stages the slowest was not run.
@@ -134,7 +139,8 @@ def _parallel_rows() -> Iterator[Row]:
     for name, runs in groups.items():
         seconds = [each for each, _ in runs]
         of_all = max(seconds) if name.endswith("alone") else statistics.median(seconds)
-        yield Row(source="parallel", name=name, what=runs[0][1], seconds=of_all)
+        one_pass = name.endswith("one-pass norm")
+        yield Row(source="parallel", name=name, what=runs[0][1], seconds=of_all, one_pass_norm=one_pass)
 
 
 def _parallel_plan(what: Any, folder: Path) -> Any:
@@ -198,11 +204,13 @@ class Compared:
 def compare(chosen: Sequence[Row], folder: Path) -> list[Compared]:
     """Foresee the step of each row."""
     import toolkit as tk
+    from toolkit.memory.engines.settings import engine_settings
 
     found = []
     for row in chosen:
         plan = plan_of(row, folder)
-        found.append(Compared(row=row, plan=plan, time=tk.step_time(plan)))
+        settings = replace(engine_settings(plan), one_pass_norm=row.one_pass_norm)
+        found.append(Compared(row=row, plan=plan, time=tk.step_time(plan, settings=settings)))
     return found
 
 

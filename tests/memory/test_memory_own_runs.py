@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 
 import toolkit as tk
 from toolkit.memory.scenario import Scenario
@@ -53,14 +54,14 @@ def test_peak_and_host_memory_are_those_of_the_run(estimator, tmp_path, case, ch
 
 
 JOBS = [
-    json.loads(line)
-    for line in (RESULTS / "jobs-2xh200.jsonl").read_text(encoding="utf-8").splitlines()
-    if '"toolkit"' in line
+    row
+    for row in map(json.loads, (RESULTS / "jobs-2xh200.jsonl").read_text(encoding="utf-8").splitlines())
+    if row["mode"] == "toolkit"
 ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", [pytest.param(row, id=row["id"]) for row in JOBS])
+@pytest.mark.parametrize("row", [pytest.param(row, id=f"{row['id']}, run {row['run']}") for row in JOBS])
 def test_two_cards_take_what_was_foreseen(estimator, row):
     job = {
         "model": {"name": row["case"]["model"], "init": "random"},
@@ -68,7 +69,8 @@ def test_two_cards_take_what_was_foreseen(estimator, row):
         **{name: row["case"][name] for name in ("train", "parallel", "deepspeed") if name in row["case"]},
     }
     report = estimator.estimate(Scenario.of(tk.Job.model_validate(job)))
-    # What FSDP2 holds of a gather beside the backward pass is 0.8 GB less on two cards than the estimate says.
-    near = 0.013 if row["id"] == "l8b-fsdp2" else 0.0014
+    # transformers 5.17, with which these ran, recomputes around a compiled layer, later versions inside of it, which takes 0.8 GB more.
+    nested = transformers.__version__ != row["versions"]["transformers"]
+    near = 0.013 if row["id"] == "l8b-fsdp2" and nested else 0.0014
     assert report.ranks[0].peak_allocated_bytes == pytest.approx(row["peak_allocated_bytes"], rel=near)
     assert report.required_bytes > row["peak_allocated_bytes"]

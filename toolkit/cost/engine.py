@@ -31,7 +31,7 @@ STAGE0_BYTES, STAGE0_HOST_SHARE = 53, 0.7
 NVME_READ_BYTES, NVME_WRITTEN_BYTES = 16, 12
 NVME_READ_BYTES_PER_SECOND, NVME_WRITE_BYTES_PER_SECOND = 6.5e9, 3.5e9
 # Bytes an element of a gradient that the step moves in its three parts, and casts to a wider type: the search for overflow,
-# which takes the least and the greatest; the norm, in fp64; and flattening, unscaling and clipping in fp32 with the weight in
+# which takes the least and the greatest; the norm, in fp64, without which stages 1 and 2 take both in one pass; and flattening, unscaling and clipping in fp32 with the weight in
 # training precision, beside Adam (profiles of four models' kernels).
 CHECK_BYTES = 6
 NORM_BYTES, NORM_CASTS = 16, 1
@@ -224,7 +224,8 @@ def _step_stages(
         trained: Number of parameters that are trained.
 
     Source:
-        deepspeed runtime/zero/stage_1_and_2.py step: check_overflow and the norm each end by reading a value on the host.
+        deepspeed runtime/zero/stage_1_and_2.py step: check_overflow and the norm each end by reading a value on the host;
+        deepspeed_private.py shorten_step.
     """
     eight_bit = EIGHT_BIT_SECONDS * trained if settings.optimizer == "adamw_8bit" else 0.0
     if plan.job.parallel.strategy != "zero":  # torch's own norm and optimizer take all parameters at once, as they are
@@ -237,6 +238,9 @@ def _step_stages(
         + UPDATE_BYTES / speed.bytes_per_second
         + UPDATE_CASTS / speed.upcast_elements_per_second
     )
+    if settings.one_pass_norm and settings.zero_stage in (1, 2) and settings.offload_optimizer is None:
+        norm = own * settings.itemsize / speed.bytes_per_second
+        return ((norm, speed.host_norm_seconds * trained), (update, speed.host_step_seconds + eight_bit))
     check = own * CHECK_BYTES / speed.bytes_per_second
     norm = own * (NORM_BYTES / speed.bytes_per_second + NORM_CASTS / speed.upcast_elements_per_second)
     share = STAGE0_HOST_SHARE if settings.zero_stage == 0 and settings.itemsize < 4 else 1.0

@@ -263,8 +263,9 @@ class Stage12(EngineReplay):
             account.free_all("gradient partition")
             account.free_all("accumulated gradients")
             return
-        largest = max((parameter.numel for parameter in self._mine), default=0)
-        account.transient("gradient norm in fp64", largest * NORM_ITEMSIZE)
+        if not settings.one_pass_norm:
+            largest = max((parameter.numel for parameter in self._mine), default=0)
+            account.transient("gradient norm in fp64", largest * NORM_ITEMSIZE)
         flat, master = self._partition * settings.itemsize, self._partition * settings.master_itemsize
         if self._compact:  # the optimizer steps on this buffer
             account.free_all("gradient partition")
