@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import date, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from socket import create_server
+from threading import Event, Thread
 from urllib.parse import urlsplit
 
 import pytest
@@ -88,10 +90,50 @@ def test_a_list_is_read_from_an_address(listed):
 
 
 @pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\n", "has not sent all of it within 0.3 seconds"),
+        (b"HTTP/1.0 200 OK\r\n\r\n", "has not sent all of it within 0.3 seconds"),
+        (b"", "has not sent all of it within 0.3 seconds"),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 2000\r\n\r\n" + 2000 * b"x", "it has more than 1,000 bytes"),
+        (b"nonsense\r\n\r\n", "nonsense"),
+    ],
+    ids=["body", "without an end", "no head", "too long", "no http"],
+)
+def test_an_address_must_send_a_list_in_time(monkeypatch, text, reason):
+    """As a server that sends a byte a second: each read would be in time."""
+    monkeypatch.setattr("toolkit.catalog.prices._MOST_SECONDS", 0.3)
+    monkeypatch.setattr("toolkit.catalog.prices._MOST_BYTES", 1000)
+    ended = Event()
+
+    def answer():
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            connection.recv(1000)
+            connection.sendall(text)
+            while not ended.wait(0.05):
+                connection.sendall(b"x")
+
+    with create_server(("127.0.0.1", 0)) as listening:
+        thread = Thread(target=answer)
+        thread.start()
+        try:
+            with pytest.raises(SpecError) as refused:
+                load_prices(f"http://127.0.0.1:{listening.getsockname()[1]}/prices.yaml")
+        finally:
+            ended.set()
+            thread.join()
+    (problem,) = refused.value.problems
+    assert (problem.code, problem.key) == ("PRICES_UNREADABLE", "--prices")
+    assert reason in problem.message
+    assert "--prices FILE" in problem.fix
+
+
+@pytest.mark.parametrize(
     ("text", "code", "words"),
     [
         (LIST.replace("USD", "EUR", 1), "PRICES_CURRENCY", "currency=EUR"),
-        (LIST.replace("l4-24gb", "l5"), "GPU_UNKNOWN", "gpu=l5"),
+        (LIST.replace("l4-24gb", "l5"), "GPU_UNKNOWN", "prices.yaml, one: gpu=l5"),
         (LIST.replace("usd_per_hour: 0.5", "usd_per_hour: -1"), "PRICES_FILE", "offers.1.usd_per_hour"),
         (LIST.replace("usd_per_hour: 0.5, ", ""), "PRICES_FILE", "spot_usd_per_hour"),
         (LIST.replace("date: 2026-11-01\n", ""), "PRICES_FILE", "date"),

@@ -14,6 +14,7 @@ import typer
 import toolkit
 from toolkit.cli import app as application
 from toolkit.cli.app import COMMANDS, build_app, main
+from toolkit.cli.output import unless_reader_has_gone
 
 HEAVY = ("torch", "deepspeed", "accelerate", "transformers", "datasets", "peft", "tokenizers")
 JOB = "model: quickstart-llama\ncluster: {gpu: cpu}\ntrain: {max_steps: 5}\n"
@@ -263,6 +264,8 @@ def test_what_the_system_does(monkeypatch, capsys, error, code):
     assert main(["boom"]) == code
     shown = capsys.readouterr().err
     assert "Traceback" not in shown
+    if code == 130:
+        assert shown == "Interrupted.\n"
     if code == 3:
         assert shown == (
             "error: the system refused: Permission denied (/somewhere). Check that the path exists, that you may use "
@@ -288,7 +291,24 @@ def test_a_reader_that_leaves_is_no_error(job):
     os.close(writer)
     os.close(reader)
     _, shown = process.communicate(timeout=240)
-    assert shown == ""
+    assert (shown, process.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize("write_through", [False, True])
+def test_what_is_written_after_the_reader_has_gone_is_dropped(write_through):
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="ascii", errors="backslashreplace") as pipe:
+        pipe.reconfigure(write_through=write_through)
+        stream = unless_reader_has_gone(pipe)
+        stream.write("ä")
+        stream.flush()
+        assert os.read(reader, 100) == b"\\xe4"
+        os.close(reader)
+        for _ in range(3):
+            stream.write("x" * 100_000)
+            stream.flush()
+    with Path(os.devnull).open("w") as file:
+        assert unless_reader_has_gone(file) is file
 
 
 def test_on_a_terminal_the_mark_is_coloured(job, monkeypatch, capsys):

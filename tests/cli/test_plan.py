@@ -124,6 +124,34 @@ def test_what_is_refused(capsys, arguments, code, words):
     assert words in problem["message"]
 
 
+@pytest.mark.parametrize(("name", "code"), [("./bad", "MODEL_CLASS"), ("./absent", "MODEL_NOT_FOUND")])
+def test_a_model_of_the_command_line_is_named_with_its_option(capsys, folder, name, code):
+    (folder / "bad").mkdir()
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "intermediate_size": 128,
+    }
+    (folder / "bad" / "config.json").write_text(json.dumps({"model_type": "foo"} | sizes))
+    assert main(["plan", "--model", name, "--tokens", "1M", "--prices", "prices.yaml", "--json"]) == 2
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert (problem["code"], problem["key"]) == (code, "--model")
+    assert f"model={name}" in problem["message"]
+
+
+def test_unknown_cards_are_those_of_the_option(capsys, folder):
+    (folder / "job.yaml").write_text(JOB + "cluster: {gpu: l4-24gb}\n")
+    assert main([*ASKED[:-3], "--gpus", "foo,h100-sxn"]) == 2
+    first, second, _ = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: --gpus: gpu=foo is not in the GPU catalogue. Name one of a10-24gb, ")
+    assert (
+        second
+        == "error: --gpus: gpu=h100-sxn is not in the GPU catalogue. Did you mean h100-sxm-80gb? `toolkit gpus` lists all. [GPU_UNKNOWN]"
+    )
+
+
 def test_prices_in_another_currency(capsys, folder):
     (folder / "prices.yaml").write_text(PRICES.replace("USD", "EUR"))
     assert main([*ASKED]) == 2

@@ -219,6 +219,7 @@ def test_every_problem_at_once():
 def test_missing_keys_are_named():
     found = problems_of("train: {}")
     assert {(problem.code, problem.key) for problem in found} == {("KEY_MISSING", "model"), ("KEY_MISSING", "cluster")}
+    assert [problem.fix for problem in found if "toolkit plan JOB" in problem.fix and problem.key == "cluster"]
 
 
 @pytest.mark.parametrize(

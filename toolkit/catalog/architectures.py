@@ -86,7 +86,7 @@ def class_problems(config: Mapping[str, Any], *, name: str, trust_remote_code: b
     named = [str(entry) for entry in declared] if isinstance(declared, list | tuple) else []
     built = types.get(model_type)
     if built is None:
-        yield no_class(model_type, named, brings_code=_own_class(config) is not None)
+        yield no_class(model_type, named, name=name, brings_code=_own_class(config) is not None)
     elif named and built.lower() not in (entry.lower() for entry in named):  # old folders write LLaMAForCausalLM
         why = f"what would be trained is a {built}" + (", which has a head" if named[0].endswith("Model") else "")
         yield _other_task(name, named[0], why, f"Name a folder with a {built}")
@@ -95,14 +95,17 @@ def class_problems(config: Mapping[str, Any], *, name: str, trust_remote_code: b
         yield _other_task(name, built, why, "Name a folder with its language model alone")
 
 
-def no_class(model_type: str, architectures: Sequence[str] = (), *, brings_code: bool = False) -> Problem:
+def no_class(
+    model_type: str, architectures: Sequence[str] = (), *, name: str | None = None, brings_code: bool = False
+) -> Problem:
     """Return the problem MODEL_CLASS: the installed transformers has no causal language model of a type."""
     named = f" ({', '.join(architectures)})" if architectures else ""
+    given = "" if name is None else f"model={name}: "
     own = ", or set model.trust_remote_code to true, which runs the code of its repository" if brings_code else ""
     return Problem(
         code="MODEL_CLASS",
         key="model",
-        message=f"model_type={model_type}{named} has no causal language model in the installed transformers",
+        message=f"{given}model_type={model_type}{named} has no causal language model in the installed transformers",
         fix=f"Choose a decoder model, or update transformers{own}",
         source="transformers models/auto/modeling_auto.py MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
+from threading import Thread
 from typing import Annotated, Any, Self
-from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from toolkit.catalog.files import configs_root
 from toolkit.catalog.gpus import Gpu, find_in, load_catalogue
 from toolkit.errors import Problem, SpecError, raise_all
-from toolkit.io import MAX_TEXT_BYTES, read_text
+from toolkit.io import read_text
 
 # Days after which prices are said to be old: the spread of on-demand prices moved by some percent a month in 2026.
 OLD_AFTER_DAYS = 60
@@ -26,7 +27,8 @@ OLD_AFTER_DAYS = 60
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _CURRENCY = "USD"
-_SECONDS_TO_ANSWER = 15.0
+# Seconds in which an address must have sent its list, and bytes of one: many times the snapshot's, which has 13 lists of 1 to 5 KB.
+_MOST_SECONDS, _MOST_BYTES = 10.0, 4 * 2**20
 
 Price = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Line = Annotated[str, Field(min_length=1, max_length=400)]
@@ -201,24 +203,52 @@ def load_prices(where: str | None = None) -> PriceList:
 
 
 def _fetch(where: str) -> str:
-    address = urlsplit(where)
+    is_address = urlsplit(where).scheme in ("http", "https")
     try:
-        if address.scheme in ("http", "https"):
-            asked = Request(where, headers={"User-Agent": "accelerator-toolkit"})
-            with urlopen(asked, timeout=_SECONDS_TO_ANSWER) as answer:
-                content: bytes = answer.read(MAX_TEXT_BYTES + 1)
-            if len(content) > MAX_TEXT_BYTES:
-                raise ValueError(f"it has more than {MAX_TEXT_BYTES:,} bytes")
-            return content.decode("utf-8")
-        return read_text(Path(where), max_bytes=MAX_TEXT_BYTES)
-    except (OSError, ValueError, URLError) as error:
+        return _download(where).decode("utf-8") if is_address else read_text(Path(where), max_bytes=_MOST_BYTES)
+    except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+        own = (
+            "Download it yourself, and name the file with --prices FILE"
+            if is_address
+            else "Name a file or an http(s) address"
+        )
         raise SpecError.of(
             code="PRICES_UNREADABLE",
             key="--prices",
             message=f"prices={where} cannot be read: {reason}",
-            fix="Name a file or an http(s) address with a list of prices; files of configs/prices show the form",
+            fix=f"{own}; files of configs/prices show the form of a list of prices",
         ) from None
+
+
+def _download(address: str) -> bytes:
+    """Return what an address sends.
+
+    Raises:
+        OSError, ValueError, HTTPException: It cannot be reached, sends too much, or has not sent all in time. A socket's own limit
+            is of each read alone: a server that sends a byte a second would never reach it.
+    """
+    outcome: list[bytes | Exception] = []
+
+    def read() -> None:
+        try:
+            asked = Request(address, headers={"User-Agent": "accelerator-toolkit"})
+            with urlopen(asked, timeout=_MOST_SECONDS) as answer:
+                outcome.append(answer.read(_MOST_BYTES + 1))
+        except Exception as error:
+            outcome.append(error)
+
+    thread = Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(_MOST_SECONDS)
+    if not outcome:
+        raise TimeoutError(f"it has not sent all of it within {_MOST_SECONDS:g} seconds")
+    (found,) = outcome
+    if isinstance(found, Exception):
+        raise found
+    if len(found) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+    return found
 
 
 def _read(place: str, text: str, catalogue: dict[str, Gpu]) -> list[PricedOffer]:

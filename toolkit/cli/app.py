@@ -10,14 +10,15 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH, Interaction
-from toolkit.cli.output import discard_stdout, prepare_streams, print_problems
+from toolkit.cli.output import INTERRUPTED, discard_stdout, prepare_streams, print_problems, say
 from toolkit.errors import INTERRUPTED_EXIT_CODE, RunError, SpecError, ToolkitError
 
 # Modules of this package, in the order in which `toolkit --help` lists them: that of a job's stages.
@@ -95,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ToolkitError as error:
         _report(_with_lines(error, interaction), as_json=interaction.as_json)
         return error.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _InterruptedError):
+        with contextlib.suppress(OSError):
+            say(INTERRUPTED)
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
         discard_stdout()
@@ -126,12 +129,23 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
+class _InterruptedError(BaseException):
+    """Ctrl-C in a command that does not report it itself: typer would make the exit code of a KeyboardInterrupt, and say nothing."""
+
+
+def _invoke(invoke: Callable[[Any], Any], context: Any) -> Any:
+    try:
+        return invoke(context)
+    except KeyboardInterrupt:
+        raise _InterruptedError from None
+
+
 def _call(called: Sequence[str], arguments: list[str], interaction: Interaction) -> int:
     try:
         # Not standalone: its errors are then printed here, as JSON where that was asked for.
-        result = typer.main.get_command(build_app(called or COMMANDS)).main(
-            arguments, prog_name="toolkit", obj=interaction, standalone_mode=False
-        )
+        command: Any = typer.main.get_command(build_app(called or COMMANDS))
+        command.invoke = partial(_invoke, command.invoke)
+        result = command.main(arguments, prog_name="toolkit", obj=interaction, standalone_mode=False)
     except _UsageError as error:
         if not error.format_message():  # a group without a command has printed its help
             return ToolkitError.exit_code

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Self
 
+from toolkit.cli.output import INTERRUPTED
 from toolkit.errors import INTERRUPTED_EXIT_CODE
 
 if TYPE_CHECKING:
@@ -27,20 +28,21 @@ class EstimateSession:
     Args:
         as_json: Whether standard output is JSON alone, and no progress is shown.
         cached: Whether it may read and keep results on disk; the variable TOOLKIT_NO_CACHE turns that off too.
+        interrupted: What Ctrl-C prints.
     """
 
-    def __init__(self, *, as_json: bool, cached: bool = True) -> None:
+    def __init__(self, *, as_json: bool, cached: bool = True, interrupted: str = INTERRUPTED) -> None:
         from toolkit.forks import is_of_use
         from toolkit.memory.search.trace_process import TraceProcess
 
-        self.as_json, self._cached = as_json, cached
+        self.as_json, self._cached, self._interrupted = as_json, cached, interrupted
         self._process = TraceProcess(_answer_questions) if is_of_use() else None
         self._estimator: Estimator | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         """Let Ctrl-C end the command at once from here on."""
-        self._stack.enter_context(_left_at_once())
+        self._stack.enter_context(_left_at_once(self._interrupted))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,7 +91,7 @@ def _answer_questions(connections: Sequence[Connection]) -> None:
 
 
 @contextmanager
-def _left_at_once() -> Iterator[None]:
+def _left_at_once(line: str) -> Iterator[None]:
     """Let Ctrl-C end the process at once: an estimate has nothing to save.
 
     An exception would be raised amid the imports of torch and transformers, which mistake it for a missing package, or
@@ -105,6 +107,7 @@ def _left_at_once() -> Iterator[None]:
     def leave(*_: object) -> None:
         try:
             restore_terminal()  # the status line hides the cursor
+            os.write(2, f"{line}\n".encode())  # a stream may be amid a write of its own
         finally:
             os._exit(INTERRUPTED_EXIT_CODE)
 

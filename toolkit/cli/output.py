@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -18,14 +19,51 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+# What Ctrl-C prints, unless a command knows more.
+INTERRUPTED = "Interrupted."
+
+
 def prepare_streams() -> None:
-    """Make stdout and stderr accept any text: closed ones drop it, and characters that their encoding lacks are escaped."""
+    """Make stdout and stderr accept any text: closed ones drop it, and characters that their encoding lacks are escaped.
+
+    So does stdout after its reader has gone, as in `toolkit plan JOB | head -1`: a command then ends as it would have, with its
+    own exit code.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open until the end
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+            if name == "stdout" and stream is sys.__stdout__ and not stream.closed:
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stdout = unless_reader_has_gone(stream)
+
+
+def unless_reader_has_gone(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """Return a stream that drops what is written after the reader of its pipe has gone; the same stream if it is no pipe."""
+    if not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+        return stream
+    stream.flush()
+    pipe: Any = _Pipe(stream.fileno(), "wb", closefd=False)
+    return io.TextIOWrapper(
+        pipe if stream.write_through else io.BufferedWriter(pipe),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+class _Pipe(io.FileIO):
+    """A pipe whose writes go nowhere after its reader has gone."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return super().write(data)
 
 
 def discard_stdout() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ import typer
 
 from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption
 from toolkit.cli.output import new_table, print_json, print_table
+from toolkit.errors import ToolkitError
 from toolkit.planner import DEFAULT_SECONDS
 
 if TYPE_CHECKING:
@@ -118,7 +120,8 @@ def plan(
     """
     from toolkit.cli.estimate_session import EstimateSession
 
-    with EstimateSession(as_json=True) as session:  # the search shows its own progress
+    # The search shows its own progress.
+    with EstimateSession(as_json=True, interrupted="Interrupted; nothing was written.") as session:
         from toolkit.planner.make import answer_first, ask
         from toolkit.planner.question import read_methods
 
@@ -141,9 +144,10 @@ def plan(
             # Rows keep their numbers: whoever names one has read them in a table without compiled layers.
             compiled=True if compiled is None and row is None and (write or emit or report) else compiled,
         )
-        questions = [asked(method=each) for each in read_methods(method)]
-        with session.estimating() as estimator, _watching(as_json=as_json) as watch:
-            found = answer_first(questions, seconds=seconds, estimator=estimator, watch=watch)
+        with naming_option(model):
+            questions = [asked(method=each) for each in read_methods(method)]
+            with session.estimating() as estimator, _watching(as_json=as_json) as watch:
+                found = answer_first(questions, seconds=seconds, estimator=estimator, watch=watch)
     chosen = found.recommended if row is None else found.row(row)
     written = _write(found, chosen, write=write, emit=emit, report=report)
     if as_json:
@@ -173,6 +177,20 @@ def _write(found: Answer, chosen: Row, *, write: Path | None, emit: Path | None,
         found.write_report(report, chosen.number)
         written.append(report)
     return written
+
+
+@contextmanager
+def naming_option(model: str | None) -> Iterator[None]:
+    """Let the problems of a model that --model names name this option, and no key of a job file."""
+    try:
+        yield
+    except ToolkitError as error:
+        if model is None:
+            raise
+        problems = [
+            replace(each, key="--model") if each.key in ("model", "model.name") else each for each in error.problems
+        ]
+        raise type(error)(*problems) from None
 
 
 @contextmanager

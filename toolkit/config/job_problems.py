@@ -66,7 +66,8 @@ def _problem(key: str, detail: Any) -> Problem:
     if detail["type"] == "extra_forbidden":
         return _unknown_key(key, detail["input"])
     if detail["type"] == "missing":
-        return Problem(code="KEY_MISSING", key=key, message=f"{key} is missing", fix=f"Add {key}")
+        planned = ", or let `toolkit plan JOB --write FILE` choose one" if key == "cluster" else ""
+        return Problem(code="KEY_MISSING", key=key, message=f"{key} is missing", fix=f"Add {key}{planned}")
     if detail["type"] == "frozen_instance":
         return Problem(
             code="JOB_FROZEN",

@@ -251,8 +251,11 @@ def raise_if_invalid(found: Found) -> None:
     """Raise the problems of the plans if not one cluster has a valid one.
 
     Raises:
-        PlanError: What the rules say of the job on each cluster.
+        PlanError: What the rules say of the job on each cluster: what they say on every one, if there is any such thing.
     """
-    reasons = {**found.failures, **found.refused}
-    if not found.options and not found.nearly and reasons:
-        raise PlanError(*dict.fromkeys(problem for problems in reasons.values() for problem in problems))
+    reasons = [*found.failures.values(), *found.refused.values()]
+    if found.options or found.nearly or not reasons:
+        return
+    distinct = dict.fromkeys(problem for problems in reasons for problem in problems)
+    everywhere = [problem for problem in distinct if all(problem in problems for problems in reasons)]
+    raise PlanError(*(everywhere or distinct))
