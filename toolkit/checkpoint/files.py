@@ -8,20 +8,25 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from toolkit.checkpoint.archive_writer import Record, write_archive
 from toolkit.checkpoint.host_copy import HostCopy
 from toolkit.checkpoint.manifest import PART_BYTES, Entry
+from toolkit.forks import num_cores
 from toolkit.modeling.safetensors_folder import DTYPES
 
-# As many as hash what a local NVMe writes (manifest.py); no fewer than two, so that one hashes while another writes.
-_MAX_THREADS, _MIN_THREADS = 4, 2
+# As many as hash, and compute the CRC-32 of, what a local NVMe writes, 2 to 4 GB/s; no fewer than two, so that one hashes while
+# another writes.
+_MAX_THREADS, _MIN_THREADS = 8, 2
 # What is forced to disk at once while a file grows, so that the disk does not wait for its end.
 _SYNC_BYTES = 256 * 2**20
 _NICE = 10  # of threads behind the training, whose own come first
@@ -35,27 +40,30 @@ class Files:
     Args:
         folder: Partial checkpoint.
         copy: Memory into which the state is copied, to be written after `start`; None writes it at once.
+        num_ranks: Ranks that write at once on this machine, which share its processors.
 
     Attributes:
         entries: Entries of the files that are complete.
         ended_at: When all was written after `start`, by `time.perf_counter`; None before.
     """
 
-    def __init__(self, folder: Path, *, copy: HostCopy | None = None) -> None:
+    def __init__(self, folder: Path, *, copy: HostCopy | None = None, num_ranks: int = 1) -> None:
         self.entries: dict[str, Entry] = {}
         self.ended_at: float | None = None
         self._folder, self._copy = folder, copy
         self._waiting: list[Callable[[], None]] = []
         self._work: Future[None] | None = None
-        count = max(_MIN_THREADS, min(_MAX_THREADS, os.cpu_count() or 1))
+        self._forced: list[Future[None]] = []
+        count = max(_MIN_THREADS, min(_MAX_THREADS, num_cores() // num_ranks))
         self._pool = ThreadPoolExecutor(count, initializer=None if copy is None else _give_way)
-        self._buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        pinned = copy is None and torch.cuda.is_available()  # torch keeps the memory for the next save
         for _ in range(count + 1):
-            self._buffers.put(bytearray(PART_BYTES))
+            self._buffers.put(torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=pinned))
 
     def save(self, state_dict: Any, path: str | Path) -> None:
         """Write what `torch.save` would write; the signature is that of DeepSpeed's checkpoint engines."""
-        self._take(Path(path), state_dict, lambda value, file: torch.save(value, cast("IO[bytes]", file)))
+        self._take(Path(path), state_dict, write_archive)
 
     def save_tensors(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Write a safetensors file."""
@@ -73,10 +81,11 @@ class Files:
             file = HashedFile(raw.fileno(), self._pool, self._buffers)
             try:
                 write(file)
-            except Exception:
-                file.raise_failure()  # what a library makes of a failed write says less
-                raise
-            self.entries[path.relative_to(self._folder).as_posix()] = file.finish()
+                entry = file.finish()
+            finally:
+                file.wait()
+            self._forced.append(self._pool.submit(_force, os.dup(raw.fileno())))
+        self.entries[path.relative_to(self._folder).as_posix()] = entry
 
     def start(self) -> None:
         """Begin to write what was copied."""
@@ -90,6 +99,7 @@ class Files:
             _give_way()
             for write in self._waiting:
                 write()
+            self._force_all()
         except BaseException as error:
             done.set_exception(error)
         else:
@@ -104,68 +114,99 @@ class Files:
     def close(self) -> None:
         """Wait until all is written; raise what prevented it."""
         try:
-            if self._work is not None:
+            if self._work is None:
+                self._force_all()
+            else:
                 self._work.result()
         finally:
             self._waiting.clear()
             self._pool.shutdown()
+
+    def _force_all(self) -> None:
+        """Wait until each file is on the disk: one is forced there while the next is written."""
+        for forced in self._forced:
+            forced.result()
 
 
 @final
 class HashedFile:
     """A file that is written from its beginning to its end, each part hashed and written by a thread of a pool.
 
-    After a failed write it takes what comes and drops it: the libraries that write would hide the reason. `finish` raises it.
+    After a failed write it takes what comes and drops it; `finish` raises the failure.
 
     Args:
         number: Number of a new file that is open for writing.
-        pool: Threads that hash and write.
+        pool: Threads that hash and write, the parts in their order.
         buffers: Free memory of `PART_BYTES` each, for parts that come in pieces; one more than the pool has threads.
+
+    Attributes:
+        num_bytes: Size up to now.
     """
 
-    def __init__(self, number: int, pool: ThreadPoolExecutor, buffers: queue.SimpleQueue[bytearray]) -> None:
+    def __init__(self, number: int, pool: ThreadPoolExecutor, buffers: queue.SimpleQueue[Tensor]) -> None:
+        self.num_bytes = 0
         self._number, self._pool, self._buffers = number, pool, buffers
         self._parts: list[Future[bytes]] = []
-        self._buffer: bytearray | None = None
-        self._filled = 0
-        self._num_bytes = 0
-        self._failure: BaseException | None = None
+        self._buffer: Tensor | None = None
+        self._made: list[Callable[[memoryview], None]] = []
+        self._failure: OSError | None = None
 
-    def write(self, data: Any) -> int:
-        """Write bytes, whose memory may be changed afterwards."""
-        view = memoryview(data).cast("B")
-        at, size, lent = 0, view.nbytes, []
+    def write(self, data: bytes) -> None:
+        """Write a few bytes."""
+        self.write_tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def write_tensor(self, content: Tensor, record: Record | None = None) -> None:
+        """Write bytes, of any device, which must not change before `wait`; a record takes their CRC-32."""
+        at, size = 0, content.numel()
         while at < size and self._failure is None:
-            if self._buffer is None and size - at >= PART_BYTES:
-                lent.append(self._submit(view[at : at + PART_BYTES]))
+            if content.device.type == "cpu" and self._buffer is None and size - at >= PART_BYTES:
+                if record is not None:
+                    self._made.append(partial(_check, 0, PART_BYTES, record.piece(PART_BYTES)))
+                self._submit(_memory(content[at : at + PART_BYTES]))
                 at += PART_BYTES
                 continue
-            self._buffer = self._buffers.get() if self._buffer is None else self._buffer
-            count = min(PART_BYTES - self._filled, size - at)
-            self._buffer[self._filled : self._filled + count] = view[at : at + count]
-            self._filled += count
+            buffer, begin, count = self._room(size - at)
+            buffer[begin : begin + count].copy_(content[at : at + count])
+            if record is not None:
+                self._made.append(partial(_check, begin, begin + count, record.piece(count)))
             at += count
-            if self._filled == PART_BYTES:
-                self._end_part()
-        for part in lent:
-            part.exception()
-        return size
+            self._filled(count)
 
-    def flush(self) -> None:
-        """Do nothing: `finish` forces all to disk."""
+    def write_later(self, size: int, make: Callable[[], bytes]) -> None:
+        """Write so many bytes, which a thread of the pool makes of what stands before them."""
+        at = 0
+        while at < size and self._failure is None:
+            _, begin, count = self._room(size - at)
+            self._made.append(partial(_put, begin, count, make, at))
+            at += count
+            self._filled(count)
 
-    def _end_part(self) -> None:
-        buffer, count = self._buffer, self._filled
-        self._buffer, self._filled = None, 0
+    def _room(self, size: int) -> tuple[Tensor, int, int]:
+        """Return memory for the next bytes: a part, the place in it, and for how many."""
+        self._buffer = self._buffers.get() if self._buffer is None else self._buffer
+        begin = self.num_bytes % PART_BYTES
+        return self._buffer, begin, min(PART_BYTES - begin, size)
+
+    def _filled(self, count: int) -> None:
+        self.num_bytes += count
+        if self.num_bytes % PART_BYTES == 0:
+            self._end_part(PART_BYTES)
+
+    def _end_part(self, count: int) -> None:
+        buffer, self._buffer = self._buffer, None
         assert buffer is not None, "it was filled"
-        self._submit(memoryview(buffer)[:count]).add_done_callback(lambda _: self._buffers.put(buffer))
+        self.num_bytes -= count
+        self._submit(_memory(buffer[:count]))
+        self._parts[-1].add_done_callback(lambda _: self._buffers.put(buffer))
 
-    def _submit(self, part: memoryview) -> Future[bytes]:
-        self._parts.append(self._pool.submit(self._store, part, self._num_bytes))
-        self._num_bytes += part.nbytes
-        return self._parts[-1]
+    def _submit(self, part: memoryview) -> None:
+        made, self._made = self._made, []
+        self._parts.append(self._pool.submit(self._store, part, self.num_bytes, made))
+        self.num_bytes += part.nbytes
 
-    def _store(self, part: memoryview, at: int) -> bytes:
+    def _store(self, part: memoryview, at: int, made: Sequence[Callable[[memoryview], None]]) -> bytes:
+        for make in made:
+            make(part)
         digest = hashlib.sha256(part).digest()
         try:
             written = 0
@@ -177,22 +218,41 @@ class HashedFile:
             self._failure = self._failure or error
         return digest
 
-    def raise_failure(self) -> None:
-        """Raise the error of the first write that failed, if one did."""
-        for part in self._parts:
-            part.exception()
-        if self._failure is not None:
-            raise self._failure
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        wait(self._parts)
 
     def finish(self) -> Entry:
-        """Write what is left, force the file to disk and return its entry."""
-        if self._filled:
-            self._end_part()
-        self.raise_failure()
-        os.fsync(self._number)
-        return Entry.of_parts(
-            [part.result() for part in self._parts] or [hashlib.sha256().digest()], num_bytes=self._num_bytes
-        )
+        """Write what is left and return the file's entry; raise what prevented it."""
+        if self._buffer is not None:
+            self._end_part(self.num_bytes % PART_BYTES)
+        digests = [part.result() for part in self._parts]
+        if self._failure is not None:
+            raise self._failure
+        return Entry.of_parts(digests or [hashlib.sha256().digest()], num_bytes=self.num_bytes)
+
+
+def _memory(part: Tensor) -> memoryview:
+    values: Any = part.numpy()
+    return memoryview(values)
+
+
+def _check(begin: int, end: int, piece: Future[int], part: memoryview) -> None:
+    """Compute the CRC-32 of a piece of a part."""
+    piece.set_result(zlib.crc32(part[begin:end]))
+
+
+def _put(begin: int, count: int, make: Callable[[], bytes], start: int, part: memoryview) -> None:
+    """Put bytes into a part that are made of pieces before them: those in its own are made, earlier parts were begun earlier."""
+    part[begin : begin + count] = make()[start : start + count]
+
+
+def _force(number: int) -> None:
+    """Force a file to disk, and close it."""
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: HashedFile) -> None:
@@ -208,7 +268,7 @@ def _write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], f
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in ordered:
-        file.write(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        file.write_tensor(tensors[name].detach().contiguous().flatten().view(torch.uint8))
 
 
 def _give_way() -> None:

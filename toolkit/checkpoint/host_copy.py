@@ -12,6 +12,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from toolkit.checkpoint.archive_writer import content_of
+
 _ALIGNMENT = 64
 _PREPARED_AT_ONCE = 64 * 2**20
 
@@ -52,7 +54,7 @@ class HostCopy:
     def take(self, value: Any) -> Callable[[], Any]:
         """Copy a value that `torch.save` takes; return a function that makes it anew from the copy.
 
-        Tensors of one storage share one in the copy, so that the file is the same.
+        Tensors of one storage share one in the copy, unless they are contiguous parts of it: of these each is copied alone.
         """
         self._copied = {}  # what was copied for another file may be freed, and its address be another tensor's
         tensors: list[Any] = []
@@ -82,23 +84,20 @@ class HostCopy:
         self._copied = {}
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        key = (storage.data_ptr(), storage.nbytes(), str(storage.device))
-        held = self._copied.get(key) if storage.nbytes() else None
+        content, offset = content_of(tensor)
+        key = (content.data_ptr(), content.numel(), str(content.device))
+        held = self._copied.get(key) if content.numel() else None
         if held is None:
-            held = self._copied[key] = self._copy_storage(storage)
+            held = self._copied[key] = self._copy_bytes(content)
         copied = torch.empty(0, dtype=tensor.dtype)
-        copied.set_(held, tensor.storage_offset(), tensor.shape, tensor.stride())
+        copied.set_(held, offset, tensor.shape, tensor.stride())
         return nn.Parameter(copied, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
-    def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        size = storage.nbytes()
-        if not size:
+    def _copy_bytes(self, content: Tensor) -> torch.UntypedStorage:
+        if not content.numel():
             return torch.empty(0, dtype=torch.uint8).untyped_storage()
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        source.set_(storage, 0, (size,), (1,))
-        copied = self._room(size)
-        copied.copy_(source, non_blocking=True)
+        copied = self._room(content.numel())
+        copied.copy_(content, non_blocking=True)
         return copied.untyped_storage()
 
     def _room(self, size: int) -> Tensor:

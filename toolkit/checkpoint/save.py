@@ -92,7 +92,7 @@ def begin_save(
     target = Path(path)
     partial = target.parent / f".{target.name}.partial"
     _prepare(run, target, partial)
-    files = Files(partial, copy=_copy_of(run))
+    files = Files(partial, copy=_copy_of(run), num_ranks=run.plan.job.cluster.gpus_per_node)
     with disk_errors(target):
         _save_engine(run, partial, files)
         if run.plan.profile.optimizer == "nvme":
