@@ -38,8 +38,7 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
             raise OSError(errno.EINVAL, "is not a file", str(path))
         path.write_text(text, encoding="utf-8")
         return
-    # Ranks of several machines may write one file concurrently, and neither process id nor host name is unique.
-    partial = path.parent / f".{path.name}.{secrets.token_hex(8)}"  # with_name refuses "." and "/", which are folders
+    partial = _beside(path)
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -50,6 +49,35 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Find out whether `write_text` could write a file, and its folder be made; nothing is left behind.
+
+    Raises:
+        OSError: As `write_text` would.
+    """
+    if (mode := _special_mode(path)) is not None:
+        if not stat.S_ISCHR(mode):
+            raise OSError(errno.EINVAL, "is not a file", str(path))
+        return
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+    above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{above} is not a folder", str(path))
+    with made_folder(path.parent):
+        partial = _beside(path)
+        try:
+            partial.touch()
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    """Return the path of a hidden file in the same folder, whose name nobody else has."""
+    # Ranks of several machines may write one file concurrently, and neither process id nor host name is unique.
+    return path.parent / f".{path.name}.{secrets.token_hex(8)}"  # with_name refuses "." and "/", which are folders
 
 
 def _special_mode(path: Path) -> int | None:

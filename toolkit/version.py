@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# How README.md says to install the toolkit, in a checkout of it: no index has it.
+INSTALL = "pip install -e ."
+
 
 def version_of(distribution: str) -> str | None:
     """Return the version of an installed distribution; None if it is not installed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_it_says_what_validate_says(folder, capsys):
     with_data = ("--set", "data.train=data.jsonl")
     assert main(["validate", "job.yaml", *with_data]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "`toolkit train` would refuse it" in line]
-    assert [line.rpartition("[")[2] for line in said] == ["MODEL_NO_WEIGHTS]", "TOKENIZER_NOT_FOUND]"]
+    assert [re.findall(r"\[([A-Z_]+)\]", line) for line in said] == [["MODEL_NO_WEIGHTS", "TOKENIZER_NOT_FOUND"]]
     assert emit(*with_data) == 0
     assert [line for line in capsys.readouterr().err.splitlines() if "would refuse it" in line] == said
     assert "  torchrun)\n" not in Path("out/commands.sh").read_text()

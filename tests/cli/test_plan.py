@@ -61,6 +61,103 @@ def test_a_table_and_the_files_of_its_row(capsys, folder):
     assert "<!doctype html>" in (folder / "report.html").read_text()
 
 
+def test_a_model_and_tokens_give_a_job_that_says_what_is_missing(capsys, folder):
+    arguments = ["--model", "smollm2-135m", "--tokens", "1M", "--sequence-length", "512", "--train-batch-size", "4"]
+    pinned = [
+        "train.gradient_checkpointing=true",
+        "train.loss=full",
+        "train.torch_compile=false",
+        "parallel.zero_stage=2",
+    ]
+    asked = ["plan", *arguments, *ASKED[2:], *(f"--set={each}" for each in pinned)]
+    assert main([*asked, "--epochs", "2", "--write", "planned.yaml", "--report", "report.html"]) == 0
+    assert "before `toolkit train`, fill in data and model: the job says how" in capsys.readouterr().out
+    made = resolve(folder / "planned.yaml")
+    assert made.job.train.max_steps == 977  # 2,000,000 / 2048 = 976.6
+    text, page = (folder / "planned.yaml").read_text(), (folder / "report.html").read_text()
+    assert "# train.max_steps: 2,000,000 tokens / (4 sequences × 512 tokens a step), rounded up" in text
+    for shown in (text, page):
+        assert "#   data: Add" in shown
+        assert "#   model: Name the hub id HuggingFaceTB/SmolLM2-135M" in shown
+    assert page.index("#   model: Name") < page.index("toolkit train planned.yaml")
+    assert main(["validate", "planned.yaml"]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "would refuse it" in line]
+    assert "TRAIN_NO_DATA" in line
+    assert "MODEL_NO_WEIGHTS" in line
+
+
+def never(*_, **__):
+    raise AssertionError("the search has begun")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "key", "words"),
+    [
+        (["--write", "job.yaml"], 2, "--write", "is the job that is planned"),
+        (["--write", "job.yaml", "--overwrite"], 2, "--write", "is the job that is planned"),
+        (["--emit", ".", "--overwrite"], 2, "--emit", "is the job that is planned"),
+        (["--write", "prices.yaml"], 2, "--write", "exists and would be overwritten"),
+        (["--report", "prices.yaml"], 2, "--report", "exists and would be overwritten"),
+        (["--write", "a", "--report", "a"], 2, "--report", "is the file of --write"),
+        (["--emit", "theirs", "--overwrite"], 2, "--emit", "theirs/plan.json exists and was not written by"),
+        (["--emit", "prices.yaml"], 3, "--emit", "prices.yaml cannot be written"),
+        (["--write", "prices.yaml/a.yaml"], 3, "--write", "prices.yaml is not a folder"),
+        (["--report", "theirs"], 3, "--report", "cannot be written: it is a folder"),
+        (["--write", "a" * 250], 3, "--write", "cannot be written: File name too long"),
+    ],
+)
+def test_files_that_cannot_be_written_are_told_before_the_search(
+    capsys, folder, monkeypatch, options, code, key, words
+):
+    (folder / "theirs").mkdir()
+    (folder / "theirs" / "plan.json").write_text("{}")
+    monkeypatch.setattr("toolkit.planner.make.ask", never)
+    before = sorted(folder.rglob("*"))
+    assert main([*ASKED, *options, "--json"]) == code
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["key"] == key
+    assert words in problem["message"]
+    assert key in problem["fix"]
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_every_file_that_cannot_be_written_is_told_at_once(capsys, monkeypatch):
+    monkeypatch.setattr("toolkit.planner.make.ask", never)
+    assert main([*ASKED, "--write", "prices.yaml", "--emit", "prices.yaml", "--report", "prices.yaml/b"]) == 2
+    assert "3 problems" in capsys.readouterr().err
+
+
+def test_a_file_is_replaced_where_the_user_says_so(folder):
+    (folder / "planned.yaml").write_text("mine")
+    assert main([*ASKED, "--write", "planned.yaml"]) == 2
+    assert (folder / "planned.yaml").read_text() == "mine"
+    assert main([*ASKED, "--write", "planned.yaml", "--overwrite", "--no-compiled"]) == 0
+    assert resolve(folder / "planned.yaml").job.train.max_steps == 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        ((), (1000, None)),
+        (("--tokens", "1M"), (489, None)),
+        (
+            ("--set", "train.max_steps=null", "--set", "data.train=x.jsonl", "--epochs", "3", "--tokens", "1M"),
+            (None, 3),
+        ),
+        (("--set", "train.max_steps=null", "--epochs", "2", "--tokens", "1M"), (977, None)),
+        (("--set", "train.max_steps=null", "--epochs", "2"), (None, 2)),
+    ],
+)
+def test_the_length_of_the_run_is_part_of_the_job(options, length):
+    from toolkit.planner.make import ask
+
+    sets = [options[at + 1] for at, each in enumerate(options) if each == "--set"]
+    given = {name: options[options.index(f"--{name}") + 1] for name in ("tokens", "epochs") if f"--{name}" in options}
+    epochs = float(given["epochs"]) if "epochs" in given else None
+    train = ask("job.yaml", overrides=sets, tokens=given.get("tokens"), epochs=epochs, prices="prices.yaml").job.train
+    assert (train.max_steps, train.num_train_epochs) == length
+
+
 @pytest.mark.parametrize(
     ("options", "compiled"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from browser import find_browser, open_page
@@ -11,6 +12,7 @@ from browser import find_browser, open_page
 from toolkit.config.loader import parse_job
 from toolkit.config.yaml_text import load_yaml
 from toolkit.planner.report_page import report_html
+from toolkit.version import INSTALL
 
 needs_browser = pytest.mark.skipif(find_browser() is None, reason="no Chromium on this machine")
 
@@ -59,6 +61,12 @@ def test_the_page_holds_all_and_asks_for_nothing(answer, page):
 def test_the_job_on_the_page_is_the_planned_one(answer, page, tmp_path):
     (tmp_path / "planned.yaml").write_text(re.search(r'<pre id="file-2">(.*?)</pre>', page.read_text(), re.DOTALL)[1])
     assert parse_job(load_yaml(tmp_path / "planned.yaml")).cluster == answer.job.cluster
+
+
+def test_the_page_installs_as_the_readme_says(page):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"\n{INSTALL} && toolkit quickstart\n" in readme
+    assert f">{INSTALL}  # in a checkout" in page.read_text()
 
 
 def test_names_of_strangers_are_text(answer):

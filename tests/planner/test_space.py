@@ -72,6 +72,14 @@ def test_what_the_job_says_stays():
     }
 
 
+def test_steps_follow_from_tokens_where_the_batch_follows_from_the_cluster():
+    train = {"train_batch_size": None, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    question = asked("llama-3.2-1b", train=train)
+    assert question.job.train.max_steps is None
+    values = values_of(question, cluster(), Setting(1, 1, 2, "none", 2, 4, 1.0, "full", "eager", False))
+    assert values["train.max_steps"] == 4  # 1,000,000 / (2 × 4 × 8 × 4096) = 3.8
+
+
 def profiles(question, **where):
     found = {}
     for stage, profile, share in engines(

@@ -83,6 +83,31 @@ def write_files(plan: Plan, out: str | Path, *, hosts: Sequence[str] | None = No
     return Emitted(folder=folder, states=states, left_out=made.left_out, untrainable=made.untrainable)
 
 
+def check_folder(folder: Path, *, option: str) -> None:
+    """Find out whether `write_files` could write a folder; nothing is left behind.
+
+    Args:
+        folder: The folder.
+        option: Option that names it.
+
+    Raises:
+        PlanError: EMIT_WOULD_OVERWRITE.
+        RunError: EMIT_UNWRITABLE.
+    """
+    try:
+        present = _present(folder)
+        _refuse_foreign(folder, present, _known_digests(present), option=option)
+        with made_folder(folder), tempfile.TemporaryDirectory(prefix=".emit-", dir=folder):
+            pass
+    except OSError as error:
+        raise RunError.of(
+            code="EMIT_UNWRITABLE",
+            key=option,
+            message=f"{option}: {folder} cannot be written: {error.strerror or error}",
+            fix=f"Name a folder that you may write with {option}, on a disk with room",
+        ) from error
+
+
 def _present(folder: Path) -> dict[str, str]:
     """Return the text of every file in the folder that has one of our names."""
     if not folder.is_dir():
@@ -105,7 +130,9 @@ def _known_digests(present: Mapping[str, str]) -> dict[str, str]:
         return {}
 
 
-def _refuse_foreign(folder: Path, present: Mapping[str, str], known: Mapping[str, str]) -> None:
+def _refuse_foreign(
+    folder: Path, present: Mapping[str, str], known: Mapping[str, str], *, option: str = "--out"
+) -> None:
     ours = {*known, PROVENANCE} if known else set()
     raise_all(
         PlanError,
@@ -114,7 +141,7 @@ def _refuse_foreign(folder: Path, present: Mapping[str, str], known: Mapping[str
                 code="EMIT_WOULD_OVERWRITE",
                 key=str(folder / name),
                 message=f"{folder / name} exists and was not written by `{WRITTEN_BY}`: it would be overwritten",
-                fix="Move it away, or name another folder with --out",
+                fix=f"Move it away, or name another folder with {option}",
             )
             for name in present
             if name not in ours

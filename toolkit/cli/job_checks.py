@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ class Verdict:
         data: Data; None without a data section.
         problems: Everything that stops the job.
         warnings: What the user should know and may intend, one sentence each.
-        untrainable: What a job needs to be trained and not to be planned, and lacks; each is among the warnings too.
+        untrainable: What a job needs to be trained and not to be planned, and lacks; one of the warnings has them all.
     """
 
     job: Job | None
@@ -90,12 +90,21 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
         data=data,
         problems=kept,
         warnings=(
-            *(f"`toolkit train` would refuse it: {problem}" for problem in untrainable),
+            *_refused(untrainable),
             *_warnings(job, model, plan, facts),
             *(data.warnings if data is not None else ()),
         ),
         untrainable=untrainable,
     )
+
+
+def _refused(untrainable: Sequence[Problem]) -> Iterator[str]:
+    """Yield one line of all that `toolkit train` needs, and a job lacks."""
+    if len(untrainable) > 1:
+        listed = " ".join(f"({number}) {problem}" for number, problem in enumerate(untrainable, start=1))
+        yield f"`toolkit train` would refuse it until {len(untrainable)} things are filled in: {listed}"
+    elif untrainable:
+        yield f"`toolkit train` would refuse it: {untrainable[0]}"
 
 
 def user_code_problems(job: Job) -> Iterator[Problem]:

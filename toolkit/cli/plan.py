@@ -19,7 +19,6 @@ from toolkit.planner import DEFAULT_SECONDS
 
 if TYPE_CHECKING:
     from toolkit.planner.answer import Answer
-    from toolkit.planner.rows import Row
     from toolkit.planner.search import Progress
 
 
@@ -104,6 +103,9 @@ def plan(
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write one page to read and share.", show_default=False)
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files of --write, --emit and --report that exist.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say which GPUs to rent for a job and the fastest settings on them, by exact estimates of memory, time and price.
@@ -119,9 +121,13 @@ def plan(
     other_methods, learning_rate_rules, notes, written.
     """
     from toolkit.cli.estimate_session import EstimateSession
+    from toolkit.cli.plan_files import PlanFiles
 
+    files = PlanFiles(write=write, emit=emit, report=report, overwrite=overwrite)
+    files.check(job)
     # The search shows its own progress.
     with EstimateSession(as_json=True, interrupted="Interrupted; nothing was written.") as session:
+        from toolkit.planner.files import to_fill_in
         from toolkit.planner.make import answer_first, ask
         from toolkit.planner.question import read_methods
 
@@ -142,41 +148,27 @@ def plan(
             spot=spot,
             liger=liger,
             # Rows keep their numbers: whoever names one has read them in a table without compiled layers.
-            compiled=True if compiled is None and row is None and (write or emit or report) else compiled,
+            compiled=True if compiled is None and row is None and files else compiled,
         )
         with naming_option(model):
             questions = [asked(method=each) for each in read_methods(method)]
             with session.estimating() as estimator, _watching(as_json=as_json) as watch:
                 found = answer_first(questions, seconds=seconds, estimator=estimator, watch=watch)
+    if not as_json:  # shown whatever becomes of the files
+        _print(found)
     chosen = found.recommended if row is None else found.row(row)
-    written = _write(found, chosen, write=write, emit=emit, report=report)
+    written = files.save(found, chosen)
     if as_json:
         print_json(found.to_dict() | {"written": [str(path) for path in written]})
         return
-    _print(found)
     for path in written:
         print(f"row {chosen.number} written to {path}")
+    if written and (lacks := to_fill_in(chosen)):
+        print(f"before `toolkit train`, fill in {' and '.join(key for key, _ in lacks)}: the job says how")
     if not written:
         print(
             "--write planned.yaml writes the completed job of the recommended row, --row N of another; --report page.html a page"
         )
-
-
-def _write(found: Answer, chosen: Row, *, write: Path | None, emit: Path | None, report: Path | None) -> list[Path]:
-    written: list[Path] = []
-    if write is not None:
-        found.write_job(write, chosen.number)
-        written.append(write)
-    if emit is not None:
-        from toolkit.artifacts.files import write_files
-
-        write_files(chosen.plan, emit)
-        found.write_job(emit / "job.yaml", chosen.number)
-        written.append(emit)
-    if report is not None:
-        found.write_report(report, chosen.number)
-        written.append(report)
-    return written
 
 
 @contextmanager

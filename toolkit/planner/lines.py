@@ -48,10 +48,11 @@ def format_usd(usd: float | None) -> str:
 def counted(number: float, noun: str) -> str:
     """Return a number with its noun.
 
-    >>> counted(1, "card"), counted(8, "card"), counted(0.5, "hour")
-    ('1 card', '8 cards', '0.5 hours')
+    >>> counted(1, "card"), counted(8, "card"), counted(0.5, "hour"), counted(2, "pass")
+    ('1 card', '8 cards', '0.5 hours', '2 passes')
     """
-    return f"{number:g} {noun}" if number == 1 else f"{number:g} {noun}s"
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:g} {noun}{ending}"
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> list[str]:

@@ -178,7 +178,10 @@ def ask(
     if not seeks and dropout_of(read, spec) is not None:
         read = _with_own_batches(read, spec, own)
     tokens_of_pass, passes, assumption = _tokens(read, said, epochs)
-    return Question(
+    sets_steps = said is not None and (read.data is None or read.train.max_steps is not None)
+    if epochs is not None and not sets_steps and read.train.max_steps is None:
+        read = read.with_({"train.num_train_epochs": epochs})
+    asked = Question(
         job=read,
         model=spec,
         seeks_cluster=seeks,
@@ -193,8 +196,14 @@ def ask(
         deadline_hours=deadline_hours,
         liger=liger if liger is not None else seeks or _has_liger(),
         compiled=compiled if compiled is not None else not seeks,
+        sets_steps=sets_steps,
         assumptions=(*assumed, *assumption),
     )
+    batch = read.train.train_batch_size
+    if not sets_steps or batch is None:  # `values_of` then has the batch of each cluster
+        return asked
+    length = {"train.max_steps": asked.steps(batch), "train.num_train_epochs": None}
+    return replace(asked, job=read.with_(length))
 
 
 def answer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class Question:
         epochs: Passes over the data.
         budget_usd: Most that the run may cost.
         deadline_hours: Longest that it may take.
+        sets_steps: Whether `train.max_steps` follows from the tokens that the user gave.
         liger: Whether Liger's kernels may be chosen: installed here, or assumed to be installed there.
         compiled: Whether compiled layers are tried where the job leaves them open.
         assumptions: What was assumed for what nobody said.
@@ -81,6 +83,7 @@ class Question:
     liger: bool
     compiled: bool
     names_cards: bool = False
+    sets_steps: bool = False
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -100,6 +103,10 @@ class Question:
     def draws(self) -> str | None:
         """The dropout of the run, if it has any: compiled layers would draw other random numbers, and change the losses."""
         return dropout_of(self.job, self.model)
+
+    def steps(self, batch: int) -> int:
+        """Return the optimizer steps in which a global batch sees all tokens, rounded up."""
+        return max(1, math.ceil(self.total_tokens / (batch * (self.job.train.sequence_length or 1))))
 
     @property
     def open_keys(self) -> tuple[str, ...]:

@@ -12,11 +12,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from toolkit.artifacts.contents import contents
 from toolkit.errors import ToolkitError
-from toolkit.planner.files import job_text
+from toolkit.planner.files import job_text, to_fill_in
 from toolkit.planner.lines import counted, describe_kernels, describe_layout, format_hours, format_usd
 from toolkit.planner.rows import COLUMNS, RIGHT, nearly_line
 from toolkit.planning.plan import save_text
 from toolkit.units import format_bytes
+from toolkit.version import INSTALL, installed_version
 
 if TYPE_CHECKING:
     from toolkit.planner.answer import Answer
@@ -58,8 +59,6 @@ def report_html(answer: Answer, row: Row) -> str:
 
 
 def _context(answer: Answer, row: Row) -> dict[str, Any]:
-    from toolkit.version import installed_version
-
     option = row.option
     step, plan = option.step, option.plan
     assert step is not None
@@ -280,10 +279,13 @@ def _nodes(plan: Plan) -> list[dict[str, Any]]:
 def _files(answer: Answer, row: Row) -> list[dict[str, Any]]:
     """Return what to copy: the commands, the job, and the configurations that follow from it."""
     setting = row.option.setting
-    commands = ["pip install accelerator-toolkit"]
+    commands = [f"{INSTALL}  # in a checkout of accelerator-toolkit"]
     if "liger" in (setting.loss, setting.kernels):
         commands.append("pip install liger-kernel")
-    commands += ["toolkit validate planned.yaml --explain", "toolkit train planned.yaml"]
+    commands.append("toolkit validate planned.yaml --explain")
+    if lacks := to_fill_in(row):
+        commands += ["# before it can be trained, fill in planned.yaml:", *(f"#   {key}: {fix}" for key, fix in lacks)]
+    commands.append("toolkit train planned.yaml")
     files = [
         {"title": "commands, on the machine", "text": "\n".join(commands) + "\n", "folded": False},
         {"title": "planned.yaml, the completed job", "text": job_text(row, answer.question), "folded": False},

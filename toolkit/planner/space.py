@@ -161,6 +161,10 @@ def values_of(question: Question, cluster: Candidate, setting: Setting) -> dict[
     if question.job.parallel.strategy != "zero":
         del found["parallel.zero_stage"]
     chosen = {key: value for key, value in found.items() if question.said(key) is None}
+    if question.sets_steps and question.job.train.train_batch_size is None:
+        dp_size = cluster.num_gpus // (setting.tensor * setting.pipeline)
+        steps = question.steps(setting.micro * setting.accumulation * dp_size)
+        chosen |= {"train.max_steps": steps, "train.num_train_epochs": None}
     return ({} if not question.seeks_cluster else cluster.values()) | chosen
 
 
