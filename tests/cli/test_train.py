@@ -320,7 +320,9 @@ def test_a_batch_script_can_go_on_until_the_run_is_complete(root):
     assert shown.count("SIGUSR1: each rank finishes its step, saves and goes on") == 2
     assert process.returncode == 75, shown
     assert "the session's time is up" in shown
-    _, last = list_checkpoints(out)
+    saved = list_checkpoints(out)
+    assert len(saved) == 2, [path.name for path in saved]
+    last = saved[-1]
     assert shlex.split(shown.splitlines()[-1]) == ["toolkit", *map(str, command)]
     again = run_toolkit(root, *command)
     assert again.returncode in (0, 75), again.stderr

@@ -46,7 +46,7 @@ WHEN_ASKED = "each rank was sent SIGINT and ends as its script does"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerRanks:
-    """What ranks of `toolkit train` do that those of a script do not: SIGUSR1 is passed on to them, and they save and go on.
+    """What ranks of `toolkit train` do that those of a script do not: SIGUSR1 is passed on to one, and all save and go on.
 
     Args:
         exit_codes: Codes, besides 0, by which all of them end well.
@@ -72,8 +72,8 @@ def supervise(
 
     The first of `ranks` has the terminal; the others write `log_dir/rank-N.log`. When a rank fails, the others get
     SIGTERM, and SIGKILL after `grace_seconds`, with all processes of their groups. The first SIGINT, SIGTERM, SIGHUP,
-    SIGUSR1 or SIGUSR2 is passed on to each worker as SIGINT; a second one of the first three kills them. `TrainerRanks` get
-    SIGUSR1 as it is, each time. Signals are caught only where this runs in the main thread.
+    SIGUSR1 or SIGUSR2 is passed on to each worker as SIGINT; a second one of the first three kills them. The first of
+    `TrainerRanks` gets SIGUSR1 as it is, each time. Signals are caught only where this runs in the main thread.
 
     Args:
         argv: Command line of a worker, the same for each.
@@ -271,7 +271,8 @@ class _Run:
         if number == SAVING and self._trainer is not None:
             if not self.interrupted and not self._stopping:
                 _tell(f"{number.name}: each rank finishes its step, saves and goes on")
-                for worker in self._running:
+                # One, and all ranks agree: another might hear it after the step at which they have, and save twice.
+                for worker in self._running[:1]:
                     os.kill(worker.process.pid, SAVING)
             return
         if self._insisted or self._stopping:
