@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,10 +13,12 @@ from toolkit.catalog.prices import load_prices
 from toolkit.cost import step_time
 from toolkit.errors import PlanError
 from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.trace_process import TraceProcess
+from toolkit.memory.search.tracing import LocalTracing, TracingElsewhere, answer_questions
 from toolkit.planner.answer import answer_of
 from toolkit.planner.bounds import Setting
 from toolkit.planner.clusters import candidate_clusters
-from toolkit.planner.make import ask, search
+from toolkit.planner.make import answer, ask, search
 from toolkit.planner.options import setting_of
 from toolkit.planner.search import Search
 
@@ -176,3 +180,37 @@ def test_other_kinds_of_models(price_list, model):
     question = question_of(price_list, model=model, gpus="h100-sxm-80gb", max_gpus=8, method="lora")
     found = search(question, seconds=3)
     assert found.options
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="forks are used on Linux alone")
+def test_traces_of_other_processes_give_the_answer_of_one_for_a_mixture_of_experts(price_list, tmp_path):
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 1024}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "model_type": "qwen3_moe", "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | heads | experts))
+    question = question_of(
+        price_list,
+        model=str(tmp_path / "config.json"),
+        sequence_length=128,
+        gpus="l4,h100-sxm-80gb",
+        max_gpus=4,
+        compiled=False,
+    )
+    assert question.model.num_experts == 8
+    elsewhere, found = TracingElsewhere(TraceProcess(answer_questions)), []
+    try:
+        for tracing in (LocalTracing(), elsewhere):
+            made = answer(question, estimator=Estimator(tracing=tracing), seconds=None).to_dict()
+            assert made["search"].pop("seconds") > 0
+            found.append(json.dumps(made))
+        assert elsewhere.num_traces > 0
+    finally:
+        elsewhere.close()
+    assert found[0] == found[1]
