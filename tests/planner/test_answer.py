@@ -74,7 +74,7 @@ def test_the_answer_as_text_html_and_json(answer):
 
 def test_a_row_shows_itself_in_a_few_lines(answer):
     row = answer.recommended
-    assert repr(row) == str(row)
+    assert repr(row) == str(row).splitlines()[0]
     first, layout, batch = str(row).splitlines()
     assert first == f"row {row.number}, {answer.recommendation}"
     assert "ZeRO-" in layout
@@ -133,6 +133,9 @@ def test_a_limit_that_no_plan_keeps_names_the_cheapest_and_the_fastest(answer, l
     assert refused.value.codes == (code,)
     assert "the cheapest plan is" in str(refused.value)
     assert answer.rows[0].option.cluster.name in str(refused.value)
+    h100 = [option for option in answer.found.options if option.cluster.gpu.name != "l4-24gb"]
+    with pytest.raises(PlanError, match="none with l4-24gb: "):
+        limited(dataclasses.replace(answer, found=replace_found(answer.found, h100)), **limits)
 
 
 def test_where_nothing_fits_the_nearest_is_named_with_what_it_lacks(price_list):

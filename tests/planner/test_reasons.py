@@ -33,15 +33,15 @@ def with_options(answer, options, **limits):
 
 def test_kinds_that_were_named_have_a_row_or_a_reason(answer):
     assert {row.option.cluster.gpu.name for row in answer.rows} == {"l4-24gb", "h100-sxm-80gb"}
-    assert not [line for line in answer.notes() if "no row with" in line]
+    assert not [line for line in answer.notes() if "none with" in line]
     options = answer.found.options
     slowest = {
         name: min(each.hours for each in options if each.cluster.gpu.name == name)
         for name in ("l4-24gb", "h100-sxm-80gb")
     }
     limit = (slowest["l4-24gb"] + slowest["h100-sxm-80gb"]) / 2
-    (line,) = [line for line in with_options(answer, options, deadline_hours=limit).notes() if "no row with" in line]
-    assert line.startswith("no row with l4-24gb: ")
+    (line,) = [line for line in with_options(answer, options, deadline_hours=limit).notes() if "none with" in line]
+    assert line.startswith("none with l4-24gb: ")
     assert line.endswith("beyond --deadline-hours")
 
 
@@ -58,7 +58,7 @@ def test_a_kind_that_is_far_behind_keeps_a_row(answer):
 def test_reasons_without_figures(answer):
     question = replace(answer.question, spot=True, max_gpus=1)
     assert list(absent_kinds(question, Found(), [])) == [
-        f"no row with {name}: no machine with at most 1 card of it is offered, as spot"
+        f"none with {name}: no machine with at most 1 card of it is offered, as spot"
         for name in ("l4-24gb", "h100-sxm-80gb")
     ]
     late = list(absent_kinds(answer.question, Found(unseen=["l4-24gb"]), answer.found.options[:0]))

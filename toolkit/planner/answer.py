@@ -236,7 +236,7 @@ def answer_of(question: Question, found: Found, *, today: datetime.date | None =
         raise _none_fits(question, found)
     within = within_limits(question, found.options)
     if not within:
-        raise _beyond_limits(question, found.options)
+        raise _beyond_limits(question, found)
     known = _one_of_each_cluster(_affordable(question, within)) if question.seeks_cluster else within
     front = pareto_front(known)
     chosen = recommend(question, known)
@@ -335,8 +335,9 @@ def _none_fits(question: Question, found: Found) -> PlanError:
     )
 
 
-def _beyond_limits(question: Question, options: list[Option]) -> PlanError:
-    """Return the error of limits that no plan keeps, with the cheapest and the fastest."""
+def _beyond_limits(question: Question, found: Found) -> PlanError:
+    """Return the error of limits that no plan keeps, with the cheapest and the fastest, and why named kinds of cards have no plan."""
+    options = found.options
     cheapest = min(options, key=lambda each: each.usd if each.usd is not None else float("inf"))
     fastest = min(options, key=lambda each: each.hours)
     budget, deadline = question.budget_usd, question.deadline_hours
@@ -344,6 +345,7 @@ def _beyond_limits(question: Question, options: list[Option]) -> PlanError:
         f"the cheapest plan is {cheapest.cluster.name}, {format_usd(cheapest.usd)} USD in {format_hours(cheapest.hours)} hours; "
         f"the fastest {fastest.cluster.name}, {format_hours(fastest.hours)} hours for {format_usd(fastest.usd)} USD"
     )
+    facts = "; ".join([facts, *absent_kinds(question, found, options)])
     affordable = [option for option in options if budget is None or (option.usd is not None and option.usd <= budget)]
     if budget is not None and not affordable:
         return PlanError.of(

@@ -80,13 +80,13 @@ def _times(factor: float) -> str:
 
 
 def absent_kinds(question: Question, found: Found, shown: Sequence[Option]) -> Iterator[str]:
-    """Yield why kinds of cards that were named have no row; those without a price are told elsewhere."""
+    """Yield why kinds of cards that were named are not among the options that are shown; those without a price are told elsewhere."""
     if not question.names_cards:
         return
     present = {option.cluster.gpu.name for option in shown}
     for gpu in question.gpus:
         if gpu.name not in present and question.prices.of(gpu.name):
-            yield f"no row with {gpu.name}: {_why_absent(question, found, gpu.name)}"
+            yield f"none with {gpu.name}: {_why_absent(question, found, gpu.name)}"
 
 
 def _why_absent(question: Question, found: Found, name: str) -> str:

@@ -59,7 +59,8 @@ class Row:
             f"  batch {self.option.plan.settings.batch}; {cells['GiB a card']} GiB a card"
         )
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return f"row {self.number}, {self.line}"
 
     def _repr_html_(self) -> str:
         return html_table([self])
