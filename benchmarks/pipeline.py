@@ -6,7 +6,7 @@ kernels and the same checkpointing, balanced by parameters as its users do. Prin
 
     python benchmarks/pipeline.py --model llama-3.1-8b --gpus 4 --cases deepspeed:pipeline=4 toolkit:pipeline=4 \\
         toolkit:pipeline=4,schedule=interleaved,virtual=2 toolkit:pipeline=4,schedule=zb-h1 \\
-        toolkit:pipeline=2,tensor=2 toolkit:pipeline=2 toolkit:tensor=4 \\
+        toolkit:pipeline=4,schedule=zb-h1,virtual=2 toolkit:pipeline=2,tensor=2 toolkit:pipeline=2 toolkit:tensor=4 \\
         toolkit:zero=3,micro=4,accumulation=1
     python benchmarks/pipeline.py --model llama-3.1-8b --layers 16 --gpus 2 --cases deepspeed:pipeline=2 toolkit:pipeline=2
     python benchmarks/pipeline.py --model llama-3.1-8b --gpus 4 --alone 0 1 3 --cases toolkit:pipeline=4 \\

@@ -90,9 +90,10 @@ def cases() -> dict[str, Case]:
     made["zb-h1 four stages"] = Case(
         train=SGD | {"gradient_checkpointing": True}, stage=1, architecture="llama-tied", **split, **DEEP
     )
-    made["zb-h1 beside tensor"] = Case(
-        train=SGD, stage=1, architecture="qwen2", sequence_parallel=True, **split, **CUBE
-    )
+    for name, virtual in (("zb-h1 beside tensor", 1), ("zb-h1 virtual beside tensor", 2)):
+        made[name] = Case(
+            train=SGD, stage=1, architecture="qwen2", sequence_parallel=True, virtual_stages=virtual, **split, **CUBE
+        )
     made["zb-h1 virtual"] = Case(train=SGD, stage=1, architecture="gpt2", virtual_stages=2, **split, **gpt2)
     made["zb-h1 fp32 sums"] = Case(train=SGD | SUMS, stage=1, **split, **PAIR, **NEAR)
     made["gpt_neox zero 1"] = Case(train=SGD, stage=1, architecture="gpt_neox", **PAIR)
@@ -132,7 +133,7 @@ COPIES = {
 DEFAULT = (
     *("bf16 fp32 sums zero 1", "few adapters zero 2", "four stages zero 1"),
     *("gemma2 zero 2", "gpipe zero 3", "gpt_neox zero 1"),
-    *("pieces zero 2", "qwen3 zero 3", "zb-h1 beside tensor"),
+    *("pieces zero 2", "qwen3 zero 3", "zb-h1 virtual beside tensor"),
 )
 ARCHITECTURES = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox")
 

@@ -50,7 +50,8 @@ COURSES: dict[str, tuple[str, dict[str, Any], int]] = {
     "split, the first": ("llama", SPLIT | FOUR, 0),
     "split, in the midst": ("llama", SPLIT | FOUR, 2),
     "split, the last": ("llama", SPLIT | FOUR | {"train": SUMS}, 3),
-    "split, virtual stages": ("llama", SPLIT | INTERLEAVED | {"pipeline_schedule": "zb-h1", "config": EIGHT_LAYERS}, 0),
+    "split, virtual stages": ("llama", INTERLEAVED | SPLIT | {"config": EIGHT_LAYERS}, 0),
+    "split, virtual stages, the last": ("llama", INTERLEAVED | SPLIT | {"config": EIGHT_LAYERS}, 1),
     "split, recomputing": ("llama", SPLIT | FOUR | {"train": {"gradient_checkpointing": True}}, 2),
     "split, norms behind": ("olmo2", SPLIT | {"pipeline": 2}, 1),
 }

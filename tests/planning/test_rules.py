@@ -300,6 +300,14 @@ def test_a_broken_rule_is_the_only_problem(code, key, part, job):
     assert not problem.fix.endswith(".")
 
 
+@pytest.mark.parametrize(("virtual_stages", "schedule"), [(1, "1f1b"), (2, "interleaved")])
+def test_the_schedule_to_take_instead_of_zb_h1_runs_the_same_stages(virtual_stages, schedule):
+    parallel = {"pipeline": 2, "zero_stage": 2, "virtual_stages": virtual_stages}
+    (problem,) = problems_of(model="llama-3.2-1b", ranks=4, parallel=parallel | {"pipeline_schedule": "zb-h1"})
+    assert problem.fix.endswith(f"parallel.pipeline_schedule to {schedule}")
+    assert not problems_of(model="llama-3.2-1b", ranks=4, parallel=parallel | {"pipeline_schedule": schedule})
+
+
 def test_every_code_of_the_package_is_triggered_by_a_test():
     alone = {
         "OFFLOAD_PARTIAL_SIZE",

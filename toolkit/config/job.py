@@ -722,10 +722,11 @@ class Parallel(Section):
     pipeline_schedule: PipelineSchedule | None = None
     """Order of the micro-batches' passes. `gpipe`: all forward, then all backward; `1f1b`: one forward, one backward
     (arXiv 2104.04473); `interleaved`: the same over `virtual_stages`, which waits less; `zb-h1`: computes the gradients
-    of weights while it would wait (arXiv 2401.10241), for the memory of what they are computed from.
+    of weights while it would wait (arXiv 2401.10241), for the memory of what they are computed from, with or without
+    `virtual_stages`.
     """
     virtual_stages: Count | None = None
-    """Stages of each rank under `interleaved` or `zb-h1`."""
+    """Stages of each rank: 2 or more under `interleaved`, any number under `zb-h1`."""
     partition: PartitionWay | tuple[Count, ...] | None = None
     """Decoder layers of the stages. `auto`: balanced by the operations of layers and head; `parameters`: by parameters
     alone; `uniform`: even; or a list of numbers of layers, first stage to last.

@@ -1,7 +1,8 @@
 """Backward passes in two halves: a stage's input gradient, which the previous stage waits for, then its weight gradients.
 
 The linear layers of the decoder layers, which have nearly all weights, are split; the gradients of all other weights,
-including the head's, come with the first half. Between the halves a stage keeps the inputs of its linear layers and the
+including the head's, come with the first half: the head's would wait beside the gradient of its logits, the largest tensor
+of a step. Between the halves a stage keeps the inputs of its linear layers and the
 gradients of their outputs, where a whole backward pass keeps those of one layer.
 
 T: tokens (batch × sequence), I: input features, O: output features.

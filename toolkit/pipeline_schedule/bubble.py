@@ -25,6 +25,8 @@ def bubble_fraction(
     0.15789473684210525
     >>> bubble_fraction("zb-h1", pp=4, micro_batches=16)
     0.058823529411764705
+    >>> bubble_fraction("zb-h1", pp=4, micro_batches=16, virtual_stages=2)
+    0.030303030303030304
 
     Args:
         name: Name of the schedule.

@@ -14,8 +14,10 @@ def zero_bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedul
     """Build ZB-H1: a third of 1F1B's bubble, with the activations of 1F1B's first rank on every rank.
 
     Rank p computes the weight gradients of a micro-batch p backward passes late, so that they fill the bubble at the end.
-    Several chunks per rank divide the bubble by their number too, with the same activations in memory: those of pp
-    micro-batches through all chunks of a rank, where interleaved 1F1B keeps more.
+    Several chunks per rank divide the bubble by their number too. Passes of a kind then have the order of interleaved 1F1B,
+    with pp - 1 - rank fewer forward passes before the first backward pass. Rank p keeps the activations of
+    (chunks - 1) × round + pp passes, as every other rank does: at most p more than interleaved 1F1B's rank p, and no more
+    than its first. Of these up to p + 1 are between their halves.
 
     The first stage sends no gradient and defers nothing, so its two halves are one `Backward`.
 

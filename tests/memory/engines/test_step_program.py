@@ -16,11 +16,16 @@ EIGHT_LAYERS: dict[str, Any] = {"num_hidden_layers": 8}
 
 
 @pytest.mark.parametrize(
-    ("name", "micro_batches"),
-    [pytest.param("1f1b", 40, marks=pytest.mark.full), ("interleaved", 40), ("zb-h1", 40), ("gpipe", 12)],
+    ("name", "virtual", "micro_batches"),
+    [
+        pytest.param("1f1b", 1, 40, marks=pytest.mark.full),
+        ("interleaved", 2, 40),
+        ("zb-h1", 1, 40),
+        pytest.param("zb-h1", 2, 40, marks=pytest.mark.full),
+        ("gpipe", 1, 12),
+    ],
 )
-def test_few_micro_batches_show_what_all_need(tmp_path, name, micro_batches):
-    virtual = 2 if name == "interleaved" else 1
+def test_few_micro_batches_show_what_all_need(tmp_path, name, virtual, micro_batches):
     values = {"pipeline": 4, "virtual_stages": virtual, "config": EIGHT_LAYERS}
     plan = staged_plan(tmp_path, **values, pipeline_schedule=name, train={"gradient_accumulation_steps": micro_batches})
     assert (representative_micro_batches(name, pp=4, micro_batches=micro_batches) < micro_batches) == (name != "gpipe")

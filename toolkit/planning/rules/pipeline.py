@@ -68,23 +68,24 @@ def split_backward_passes(draft: UncheckedPlan) -> Iterator[Problem]:
         why = "ZeRO-3 releases a weight after its layer's pass, before the deferred weight gradient is computed"
         if draft.profile.min_zero_stage == 3:
             yield _unsplit(
-                "parallel.offload", draft.profile.name, f"it needs ZeRO-3, and {why}", "none or optimizer-cpu"
+                draft, "parallel.offload", draft.profile.name, f"it needs ZeRO-3, and {why}", "none or optimizer-cpu"
             )
         else:
-            yield _unsplit("parallel.zero_stage", "3", why, "1")
+            yield _unsplit(draft, "parallel.zero_stage", "3", why, "1")
     if settings.zero_stage == 2:
         why = "ZeRO-2 reduces gradients during the backward pass, and weight gradients are computed after it"
-        yield _unsplit("parallel.zero_stage", "2", why, "1")
+        yield _unsplit(draft, "parallel.zero_stage", "2", why, "1")
     if train.method == "lora":
         why = "adapters have so few weights that deferring their gradients fills no bubble"
-        yield _unsplit("train.method", "lora", why, "full")
+        yield _unsplit(draft, "train.method", "lora", why, "full")
     if train.torch_compile:
         why = "a compiled layer computes the gradients of inputs and weights in one graph"
-        yield _unsplit("train.torch_compile", "true", why, "false")
+        yield _unsplit(draft, "train.torch_compile", "true", why, "false")
 
 
-def _unsplit(key: str, value: str, why: str, instead: str) -> Problem:
-    otherwise = "parallel.pipeline_schedule to 1f1b or interleaved"
+def _unsplit(draft: UncheckedPlan, key: str, value: str, why: str, instead: str) -> Problem:
+    whole = "interleaved" if draft.settings.virtual_stages > 1 else "1f1b"
+    otherwise = f"parallel.pipeline_schedule to {whole}"
     return _beside(
         "pipeline_schedule=zb-h1", key, value, why, f"{instead}, or {otherwise}", code="ZERO_BUBBLE_UNSUPPORTED"
     )
