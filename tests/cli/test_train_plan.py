@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hostile_files import agree
 
+from toolkit.checkpoint.state import State
 from toolkit.cli import train_plan
 from toolkit.cli.app import main
 from toolkit.planning.resolve import resolve
@@ -40,6 +42,43 @@ def test_the_fastest_settings_are_chosen_and_told_once(at_hand, capsys, folder):
     assert chosen.settings != usual.settings
     assert chosen.job.train.torch_compile is False
     assert {choice.source for choice in chosen.choices} >= {"job", "planner"}
+
+
+def _saved(folder, job, **values):
+    checkpoint = folder / "checkpoint-3"
+    checkpoint.mkdir()
+    plan = resolve(job.with_(values))
+    plan.save(checkpoint / "plan.json")
+    State(
+        step=3,
+        num_steps=10,
+        zero_stage=plan.settings.zero_stage,
+        world_size=plan.grid.world_size,
+        train_batch_size=plan.settings.batch.train,
+        saved_at=1e9,
+        versions={},
+    ).save(checkpoint)
+    return agree(checkpoint), plan
+
+
+def test_a_resume_on_other_cards_is_planned_for_them(at_hand, capsys, folder, monkeypatch):
+    """With the batch and the arithmetic of the checkpoint; on the same ranks all settings are the checkpoint's."""
+    (folder / "job.yaml").write_text(JOB.replace("train_batch_size: 8, ", ""))
+    usual = resolve(folder / "job.yaml")
+    two = {"cluster.gpus_per_node": 2, "train.kernels": "liger", "train.train_batch_size": 12}
+    checkpoint, saved = _saved(folder, usual.job, **two)
+    assert saved.grid.world_size == 2
+    assert usual.grid.world_size == 1
+    chosen = train_plan.fastest_plan(usual, folder / "job.yaml", resume=str(checkpoint))
+    assert "--as-is" in capsys.readouterr().err
+    assert chosen.settings.batch.train == 12 != usual.settings.batch.train
+    assert chosen.settings.kernels == saved.settings.kernels != usual.settings.kernels
+    assert chosen.grid == usual.grid
+    monkeypatch.setattr("toolkit.planner.own.choose", None)  # a call would fail
+    again = usual.job.with_({"cluster.gpus_per_node": 2, "train.train_batch_size": 12})
+    kept = train_plan.fastest_plan(resolve(again), folder / "job.yaml", resume=str(checkpoint))
+    assert kept.settings.kernels == saved.settings.kernels
+    assert capsys.readouterr().err == ""
 
 
 def test_without_the_cards_nothing_is_chosen(capsys, folder):

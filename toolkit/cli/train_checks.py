@@ -41,12 +41,12 @@ def startable_plan(plan: Plan, resume: str | None = None, *, alone: bool = True)
     Returns:
         The plan, and messages for the user about what was changed.
     """
-    plan, kept = _with_saved_batch(plan, resume)
+    plan, kept = with_saved_batch(plan, resume)
     plan, changed = _with_startable_optimizer(plan, resume, alone=alone)
     return plan, (*kept, *changed)
 
 
-def _with_saved_batch(plan: Plan, resume: str | None) -> tuple[Plan, tuple[str, ...]]:
+def with_saved_batch(plan: Plan, resume: str | None) -> tuple[Plan, tuple[str, ...]]:
     """Return the plan with as many sequences in a step as the run had that it resumes, if only the ranks have changed that number."""
     from toolkit.checkpoint.resume import candidates
     from toolkit.checkpoint.state import saved_plan

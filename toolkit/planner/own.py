@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _LEAST_GAIN = 1.03
 # Axes of the grid: they change what a checkpoint looks like, and are left to the user.
 _LEFT_ALONE = ("parallel.tensor", "parallel.pipeline")
+# With these a step rounds otherwise: a run that is resumed keeps them on any ranks.
+_OF_ARITHMETIC = frozenset({"train.loss", "train.kernels", "train.torch_compile"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +95,17 @@ def choose(plan: Plan, *, estimator: Estimator | None = None, folder: Path | Non
         return Chosen(plan=plan, values={}, line=f"the fixed defaults are taken: {error.problems[0]}")
 
 
+def is_of_same_ranks(plan: Plan, saved: Plan) -> bool:
+    """Return whether a checkpoint's plan is for as many ranks, with the same tensor and pipeline sizes."""
+    return saved.job.cluster.num_ranks == plan.job.cluster.num_ranks and saved.grid == plan.grid
+
+
 def follow(plan: Plan, saved: Plan) -> Plan:
-    """Return the plan with the settings of a checkpoint's plan for what its job leaves open, where the cluster is the same."""
-    if saved.job.cluster.num_ranks != plan.job.cluster.num_ranks or saved.grid != plan.grid:
-        return plan
-    values = _changes(plan, setting_of(saved).values())
+    """Return the plan with the settings of a checkpoint's plan for what its job leaves open; of other ranks, those of the arithmetic."""
+    wanted = setting_of(saved).values()
+    if not is_of_same_ranks(plan, saved):
+        wanted = {key: value for key, value in wanted.items() if key in _OF_ARITHMETIC}
+    values = _changes(plan, wanted)
     try:
         return with_choices(plan, values, "that of the checkpoint") if values else plan
     except ToolkitError:
