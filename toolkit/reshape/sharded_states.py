@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from toolkit.engine.sharded_files import OPTIMIZER, WEIGHT, EngineRecord, ShardReader, load_tensors
 from toolkit.errors import CheckpointError
@@ -44,6 +46,39 @@ class PartOfFiles:
         except (ValueError, LookupError, OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(damaged_tag(self.folder, f"has no values of {name}: {error!r:.200}")) from error
         return whole.to(dtype)
+
+    def read_part(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return elements [start, stop) of a tensor, row by row, and read of the files the rows that have them.
+
+        Raises:
+            CheckpointError: As `read`.
+        """
+        stored = self.tensors[name]
+        width = math.prod(stored.shape[1:])
+        if not stored.shape or not width or start >= stop:
+            return self.read(name, dtype).reshape(-1)[start:stop]
+        first, last = start // width, -(-stop // width)
+        rows = torch.empty((last - first, *stored.shape[1:]), dtype=stored.dtype)
+        found = 0
+        try:
+            held: Any = self.reader.read_metadata()
+            for chunk in held.state_dict_metadata[stored.owner].chunks:
+                low, high = max(first, chunk.offsets[0]), min(last, chunk.offsets[0] + chunk.sizes[0])
+                if low >= high:
+                    continue
+                place = held.storage_data[MetadataIndex(stored.owner, chunk.offsets)]
+                with safe_open(place.relative_path, framework="pt") as file:
+                    values = file.get_slice(stored.owner)[low - chunk.offsets[0] : high - chunk.offsets[0]]
+                target = rows.narrow(0, low - first, high - low)
+                for dim in range(1, len(stored.shape)):
+                    target = target.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
+                target.copy_(values)
+                found += values.numel()
+        except (ValueError, LookupError, OSError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(damaged_tag(self.folder, f"has no values of {name}: {error!r:.200}")) from error
+        if found != rows.numel():
+            raise CheckpointError(damaged_tag(self.folder, f"has {found} of {rows.numel()} values of rows of {name}"))
+        return rows.view(-1)[start - first * width : stop - first * width].to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
