@@ -28,7 +28,7 @@ from toolkit.checkpoint.manifest import verify
 from toolkit.errors import RunError
 
 SAVED = "saved.txt"
-KILLS = 5
+KILLS = 3
 
 
 def _code(error: Exception) -> str:
@@ -164,10 +164,10 @@ def _noted(folder: Path) -> int:
     ("kills", "ranks", "behind"),
     [
         (KILLS, 1, False),
-        (KILLS - 2, 2, True),
-        pytest.param(4 * KILLS, 1, False, marks=pytest.mark.full),
-        pytest.param(12 * KILLS, 2, False, marks=pytest.mark.full),
-        pytest.param(12 * KILLS, 2, True, marks=pytest.mark.full),
+        (KILLS - 1, 2, True),
+        pytest.param(7 * KILLS, 1, False, marks=pytest.mark.full),
+        pytest.param(20 * KILLS, 2, False, marks=pytest.mark.full),
+        pytest.param(20 * KILLS, 2, True, marks=pytest.mark.full),
     ],
 )
 def test_killed_at_any_moment(tmp_path: Path, kills: int, ranks: int, behind: bool) -> None:

@@ -145,6 +145,7 @@ def test_the_disk_that_a_run_keeps(capsys):
     )
 
 
+@pytest.mark.full
 def test_each_saving_is_what_the_changed_job_gives(capsys):
     large = ["train.gradient_checkpointing=false", "train.per_device_train_batch_size=4", "train.sequence_length=2048"]
     _, found = run(capsys, sets=large)

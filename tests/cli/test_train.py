@@ -177,6 +177,7 @@ def ends_as_if_nothing_had_happened(root: Path, job: Path, out: Path) -> None:
     assert exports[0] == exports[1]
 
 
+@pytest.mark.full
 def test_interrupted_and_resumed_is_the_same_run(root, whole, capsys):
     def others_are_refused(job: Path, pid: int) -> None:
         lock = (root / "broken" / ".run.lock").read_bytes()

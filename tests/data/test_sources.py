@@ -88,6 +88,7 @@ def ask(home: Path, *revisions: str | None, **environment: str) -> list[list[str
     return answer
 
 
+@pytest.mark.full
 def test_the_revision_is_what_is_read_with_the_hub_and_without(tmp_path: Path, endpoint: str) -> None:
     newest, tag, commit, absent = ask(tmp_path, None, "v1", OLD, "absent", HF_ENDPOINT=endpoint)
     assert (newest, tag, commit) == (["of b"], ["of a"], ["of a"])

@@ -65,7 +65,7 @@ SAVED = {
 }
 
 
-DEFAULT = ("view", "bf16", "hierarchical", "power_sgd", "top_k")
+DEFAULT = ("view", "bf16", "hierarchical", "power_sgd")
 
 
 def run_all(rank: int, courses: Any, plans: dict[str, Plan], folder: Path) -> tuple[Any, Any]:

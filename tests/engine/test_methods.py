@@ -188,7 +188,6 @@ for _strategy, _of in (*STRATEGIES.items(), ("zero", {"stage": 3}), ("zero", {"s
 DEFAULT = (
     *(f"qlora {strategy}" for strategy in STRATEGIES),
     "8 bit ddp",
-    "8 bit zero 2",
     "muon fsdp2",
     "adafactor ddp",
 )

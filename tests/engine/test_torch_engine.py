@@ -84,7 +84,10 @@ REST = (
         "tied, chunked ddp",
         "lora and head fsdp2",
         "padded, alone ddp",
-        "replicated fsdp2",
+        "hybrid fsdp2",
+        "options ddp",
+        "static graph ddp",
+        "lora and head ddp",
     ),
     *(name for name in CASES if name.startswith("compiled")),
 )

@@ -203,6 +203,7 @@ def test_preferences_are_learned_on_the_arguments_of_a_plan(workspace):
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 def test_an_accelerate_script_learns_and_saves(workspace):
     found = losses(workspace.run("04", "accelerate"))
@@ -214,7 +215,8 @@ def test_an_accelerate_script_learns_and_saves(workspace):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_lora_is_exported_alone_and_merged(workspace, launcher):
     shutil.rmtree(workspace.folder / "runs" / "lora", ignore_errors=True)
     printed = workspace.run("05", launcher)
@@ -242,7 +244,8 @@ def test_a_sharded_model_learns_as_the_dense_one(workspace, number):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_pipeline_learns_as_the_same_batch_does_without(workspace, own_losses, number):
     expected, _ = own_losses
     printed = workspace.run("10", "toolkit", number)

@@ -42,6 +42,13 @@ def test_nothing_is_defined_in_a_notebook(notebook):
         assert not [node for node in ast.walk(tree) if isinstance(node, DEFINITIONS)], cell.source
 
 
+# By default the first; quickstart's test and the planner's do what the others do.
+@pytest.mark.parametrize(
+    "notebook",
+    [pytest.param(path, marks=pytest.mark.full if number else ()) for number, path in enumerate(NOTEBOOKS)],
+    ids=[path.stem for path in NOTEBOOKS],
+    indirect=True,
+)
 def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     for name, value in {
         "OMP_NUM_THREADS": "1",

@@ -72,7 +72,7 @@ LORA |= {
     "lora-qwen3_moe": ("qwen3_moe", 3, "fp32", {"target_modules": "all-linear"}),
 }
 # By default each stage, kind of module and of experts is met once; the frozen weights of a few come from elsewhere.
-LORA_REST = ("lora-z1", "lora-z3", "lora-olmoe", "lora-qwen3_moe", "lora-deepseek_v2")
+LORA_REST = ("lora-alpha", "lora-embed", "lora-z1", "lora-z3", "lora-olmoe", "lora-qwen3_moe", "lora-deepseek_v2")
 FROZEN = ("lora-z0", "lora-z3-bf16", "lora-tied", "lora-gpt2", "lora-save", "lora-untie", "lora-mixtral")
 
 

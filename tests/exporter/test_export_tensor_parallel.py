@@ -66,7 +66,7 @@ ADAPTED: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     "lora-pretrained-z2": ("llama", 2, 2, LORA, {}),
     "lora-pretrained-z3": ("llama-tied", 2, 3, LORA, {}),
 }
-# By default each architecture's kind of weights, stage, precision, padding and number of ranks is met once.
+# By default each stage, precision, padding and number of ranks is met once, and fused, transposed and expert weights.
 REST = {
     *(
         "llama-z1-bf16",
@@ -75,6 +75,7 @@ REST = {
         "shared-heads-z3",
         "one-head-z3",
         "gpt2-z1",
+        "falcon-z1",
         "phi3-z3",
         "gpt_neox-z3",
         "mixtral-z3",
@@ -83,6 +84,7 @@ REST = {
     *(
         "lora-z1",
         "lora-z2-bf16",
+        "lora-gpt2-z1",
         "lora-shared-heads-z3",
         "lora-phi3-z3",
         "lora-mixtral-z2",

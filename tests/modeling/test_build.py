@@ -15,6 +15,7 @@ from tiny_models import tiny_config, whole_model
 from tiny_plans import RANKS, step_batches, tiny_plan
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
+from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.job import Job
@@ -235,3 +236,15 @@ def test_compiled_layers_that_recompute_give_the_same_losses() -> None:
     assert found == pytest.approx(expected, abs=1e-5)
     assert expected[0] > expected[-1]
     assert counters["stats"]["unique_graphs"] - graphs == 1, "the layers share one compilation"
+
+
+def _follows_devices(rank: int, plan: Plan) -> bool:
+    _device._device_constructors.cache_clear()  # as in a process that has made no tensor under a device
+    build_model(plan, device=CPU, world=init_world(Grid(pp=1, dp=1, tp=1), backend="gloo"))
+    with torch.device("meta"):
+        return torch.empty(1).is_meta
+
+
+@pytest.mark.gloo
+def test_a_device_is_a_context_after_stage_3_as_before() -> None:
+    assert run_distributed(_follows_devices, 1, tiny_plan(ranks=1, parallel={"zero_stage": 3})) == [True]

@@ -65,6 +65,7 @@ def test_traces_are_shared_between_clusters(price_list):
     assert needs[0] > needs[1] > needs[3]
 
 
+@pytest.mark.full
 def test_a_kind_that_cannot_be_traced_is_named_and_the_others_are_searched(price_list):
     class Breaks(Estimator):
         def estimate_plan(self, plan, case):

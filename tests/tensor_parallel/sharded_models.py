@@ -90,9 +90,10 @@ def first_of_each(chosen: list[Variant]) -> list[Variant]:
 
 
 def by_default(num_ranks: int) -> list[Variant]:
-    """Pairs of those that differ, and over two ranks one variant of every other architecture."""
-    others = first_of_each(pairs(num_ranks)) if num_ranks == 2 else []
-    return [variant for variant in pairs(num_ranks) if variant[0] in DIFFER or variant in others]
+    """Llama with each number of key heads, one variant of every other architecture over two ranks, of those that differ over four."""
+    chosen = first_of_each(pairs(num_ranks))
+    others = [variant for variant in chosen if num_ranks == 2 or variant[0] in DIFFER]
+    return [variant for variant in pairs(num_ranks) if variant[0] == "llama" or variant in others]
 
 
 def dense_model(name: str, key_heads: int = HEADS, *, tied: bool = False, **overrides: Any) -> PreTrainedModel:

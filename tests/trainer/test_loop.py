@@ -246,9 +246,12 @@ def _resumed(root: Path, results: dict[str, Any], stage: int) -> None:
 
 
 def _other_runs(rank: int, root_name: str) -> dict[str, Any]:
-    """What tests/checkpoint holds to by default, in the loop."""
+    """What tests/checkpoint holds to by default, in the loop; several validation sets, and saves that end behind later ones."""
     root = Path(root_name)
+    find_beside(root / "job.yaml")
     results: dict[str, Any] = {}
+    _behind(root, results)
+    _name_sets(root, results, "named")
     _resumed(root, results, 3)
     lora = {"method": "lora", "lora": {"r": 4, "lora_dropout": 0.1}}
     results["lora"] = _run(root, "lora", train=lora)
@@ -287,8 +290,6 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     results["windows-first"] = _run(root, "window-parts", stop_after=4, train=windows)
     results["windows-second"] = _run(root, "window-parts", resume="checkpoint-4", train=windows)
     _watch(root, results, "watched")
-    _behind(root, results)
-    _name_sets(root, results, "named")
     thread = threading.Thread(target=lambda: results.update(thread=_run(root, "thread", train={"max_steps": 3})))
     thread.start()
     thread.join()
@@ -473,8 +474,9 @@ def test_the_best_checkpoint_stays_and_a_run_ends_early(root: Path, results: dic
     _check_watched(root, results, "watched")
 
 
-def test_the_best_stays_that_was_being_written_when_the_next_save_began(root: Path, results: dict[str, Any]) -> None:
-    done = results["behind"]
+@pytest.mark.full
+def test_the_best_stays_that_was_being_written_when_the_next_save_began(root: Path, others: dict[str, Any]) -> None:
+    done = others["behind"]
     assert isinstance(done, TrainResult), done
     evaluated = [line for line in records(root / "behind") if "eval_loss" in line and line["step"]]
     best = min(evaluated, key=lambda line: line["eval_loss"])["step"]
@@ -485,9 +487,12 @@ def test_the_best_stays_that_was_being_written_when_the_next_save_began(root: Pa
     ]
 
 
-def test_a_signal_while_a_checkpoint_is_being_written_loses_nothing(root: Path, results: dict[str, Any]) -> None:
+@pytest.mark.full
+def test_a_signal_while_a_checkpoint_is_being_written_loses_nothing(
+    root: Path, results: dict[str, Any], others: dict[str, Any]
+) -> None:
     """That one is completed, and the last step is saved after it."""
-    ended, folder = results["behind-ended"], root / "behind-ended"
+    ended, folder = others["behind-ended"], root / "behind-ended"
     assert (ended.step, ended.interrupted, ended.checkpoint) == (6, True, folder / "checkpoint-6")
     assert list_checkpoints(folder) == (folder / "checkpoint-4", folder / "checkpoint-6")
     for checkpoint in list_checkpoints(folder):
@@ -495,8 +500,9 @@ def test_a_signal_while_a_checkpoint_is_being_written_loses_nothing(root: Path, 
     assert curve(folder) == {step: values for step, values in curve(root / "whole-2").items() if step <= 6}
 
 
-def test_named_validation_sets_have_metrics_of_their_own(root: Path, results: dict[str, Any]) -> None:
-    _check_named(root, results, "named")
+@pytest.mark.full
+def test_named_validation_sets_have_metrics_of_their_own(root: Path, others: dict[str, Any]) -> None:
+    _check_named(root, others, "named")
 
 
 def _check_named(

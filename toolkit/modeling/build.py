@@ -467,6 +467,10 @@ def _partitioned(plan: Plan, dp_group: Any) -> Iterator[None]:
         return
     import deepspeed
 
+    # Torch notes at the first such call which functions make tensors. If zero.Init has replaced them by then, `torch.device` as a
+    # context has no effect on torch's own for as long as the process lives, and transformers loads no buffer that it computes.
+    with torch.device("meta"):
+        torch.empty(0)
     # No dtype= here: _set_dtype would turn fp32 into bf16 if fp16 is not supported; the configuration sets the dtype.
     with deepspeed.zero.Init(data_parallel_group=dp_group, config_dict_or_path=plan.deepspeed_config()):
         yield

@@ -73,6 +73,7 @@ def test_more_cards_that_cannot_keep_the_batch_say_so():
     assert case.changed(change.values).plan().settings.batch.train == 24
 
 
+@pytest.mark.full
 def test_the_loss_is_advised_where_its_logits_make_the_peak_with_what_the_estimate_saves():
     case = case_of(ranks=8, train={"sequence_length": 4096, "gradient_checkpointing": True}, parallel={"zero_stage": 3})
     estimator, plan = Estimator(), case.plan()
