@@ -47,7 +47,7 @@ class Row:
     name: str
     what: Any
     seconds: float
-    one_pass_norm: bool = False
+    short_step: bool = False
 
     @property
     def kind(self) -> str:
@@ -77,7 +77,7 @@ def rows() -> Iterator[Row]:
             if run["mode"] == "toolkit":
                 seconds = statistics.median([run["step_seconds"], *again[run["id"]]])
                 yield Row(
-                    source=source, name=run["id"], what=run, seconds=seconds, one_pass_norm="toolkit" in run["versions"]
+                    source=source, name=run["id"], what=run, seconds=seconds, short_step="toolkit" in run["versions"]
                 )
     yield from _parallel_rows()
     for run in measured_runs():
@@ -126,7 +126,7 @@ def _parallel_rows() -> Iterator[Row]:
                 **{name: run["case"][name] for name in ("parallel", "deepspeed") if name in run["case"]},
                 "train": own,
             }
-            again = ", one-pass norm" if "toolkit" in run["versions"] and "strategy" not in job["parallel"] else ""
+            again = ", short step" if "toolkit" in run["versions"] and "strategy" not in job["parallel"] else ""
             groups[f"two cards, {run['id']}{again}"].append((run["step_seconds"], ("llama-3.1-8b", 0, H200, 2, job)))
     for run in _lines(RESULTS / "pipeline-1xh100.jsonl"):
         _, _, case = run["case"].partition(":")
@@ -139,8 +139,8 @@ def _parallel_rows() -> Iterator[Row]:
     for name, runs in groups.items():
         seconds = [each for each, _ in runs]
         of_all = max(seconds) if name.endswith("alone") else statistics.median(seconds)
-        one_pass = name.endswith("one-pass norm")
-        yield Row(source="parallel", name=name, what=runs[0][1], seconds=of_all, one_pass_norm=one_pass)
+        one_pass = name.endswith("short step")
+        yield Row(source="parallel", name=name, what=runs[0][1], seconds=of_all, short_step=one_pass)
 
 
 def _parallel_plan(what: Any, folder: Path) -> Any:
@@ -209,7 +209,7 @@ def compare(chosen: Sequence[Row], folder: Path) -> list[Compared]:
     found = []
     for row in chosen:
         plan = plan_of(row, folder)
-        settings = replace(engine_settings(plan), one_pass_norm=row.one_pass_norm)
+        settings = replace(engine_settings(plan), short_step=row.short_step)
         found.append(Compared(row=row, plan=plan, time=tk.step_time(plan, settings=settings)))
     return found
 

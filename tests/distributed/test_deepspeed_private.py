@@ -214,7 +214,7 @@ def test_norms_and_scales_in_one_pass_are_deepspeeds_own(stage: int, monkeypatch
                     lambda *args, real=torch._foreach_norm, **given: called.append(1) or real(*args, **given),
                 )
             else:
-                for name in {"get_grad_norm_direct", "unscale_and_clip_grads", "check_overflow"} & vars(
+                for name in {"get_grad_norm_direct", "unscale_and_clip_grads", "check_overflow", "step"} & vars(
                     optimizer
                 ).keys():
                     delattr(optimizer, name)

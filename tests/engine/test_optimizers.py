@@ -8,6 +8,7 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
+from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
 from toolkit.checkpoint.pickles import read_pickle
@@ -108,3 +109,16 @@ def test_paged_states_are_paged_in_parts_and_after_they_are_loaded(
         step(seed, plain)
     for weight in weights[1:]:
         assert torch.equal(weight, weights[0])
+
+
+@pytest.mark.gloo
+def test_one_rank_of_fsdp2_resumes_its_states_of_8_bits(tmp_path: Path) -> None:
+    train = {"optimizer": "adamw_8bit", "learning_rate": 1e-2}
+    plan = tiny_plan(ranks=1, train=train, parallel={"zero_stage": None, "strategy": "fsdp2"})
+    with tk.initialize(plan) as run:
+        run.step(step_batches(0, ranks=1)[0])
+        tk.save(run, tmp_path / "saved")
+        straight = [float(run.step(step_batches(step, ranks=1)[0])) for step in (1, 2)]
+    with tk.initialize(plan) as run:
+        tk.load(run, tmp_path / "saved")
+        assert [float(run.step(step_batches(step, ranks=1)[0])) for step in (1, 2)] == straight

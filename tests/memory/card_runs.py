@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from toolkit.memory.engines.settings import EngineSettings, engine_settings
 from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
@@ -40,3 +43,22 @@ class Reports(dict[str, MemoryReport]):
     def __missing__(self, name: str) -> MemoryReport:
         self[name] = self._estimator.estimate(self._case_of(name))
         return self[name]
+
+
+@contextmanager
+def deepspeeds_own_step() -> Iterator[None]:
+    """Estimate ZeRO's step as DeepSpeed alone takes it, as it was in runs that do not name the toolkit's version."""
+
+    def settings_of(*arguments: Any, **options: Any) -> EngineSettings:
+        return replace(engine_settings(*arguments, **options), short_step=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toolkit.memory.estimate.engine_settings", settings_of)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_step() -> Iterator[None]:
+    """`deepspeeds_own_step` around the tests of a module that imports this."""
+    with deepspeeds_own_step():
+        yield

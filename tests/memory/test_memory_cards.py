@@ -8,7 +8,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from card_runs import CARDS, Reports, quick  # which puts the benchmarks on the import path
+from card_runs import CARDS, Reports, own_step, quick  # noqa: F401  # which puts the benchmarks on the import path
 
 from toolkit.memory.report.overhead import COMMUNICATOR_BYTES, CONTEXT_BYTES, FURTHER_COMMUNICATOR_BYTES
 from toolkit.units import GIB

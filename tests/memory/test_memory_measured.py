@@ -3,7 +3,7 @@
 import statistics
 
 import pytest
-from card_runs import quick
+from card_runs import own_step, quick  # noqa: F401  # a fixture
 from measured import measured_runs, plan_of
 
 from toolkit.memory.estimate import estimate

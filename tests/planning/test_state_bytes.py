@@ -32,10 +32,10 @@ def test_state_on_a_card(stage, parallel, train, a_parameter):
 @pytest.mark.parametrize(
     ("precision", "parallel", "train", "a_parameter"),
     [
-        ("bf16", {}, {}, 2 + 12 + 2 + 2 + 4),
+        ("bf16", {}, {}, 2 + 12 + 2 + 4),
         ("fp32", {}, {}, 4 + 12 + 4 + 4),
         ("bf16", {}, {"gradient_accumulation_dtype": "fp32"}, 2 + 12 + 4),
-        ("fp16", {}, {"optimizer": "lion"}, 2 + 8 + 2 + 2 + 4),
+        ("fp16", {}, {"optimizer": "lion"}, 2 + 8 + 2 + 4),
         ("bf16", {"offload": "optimizer-cpu"}, {}, 2 + 2),
     ],
 )

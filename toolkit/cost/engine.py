@@ -36,6 +36,8 @@ NVME_READ_BYTES_PER_SECOND, NVME_WRITE_BYTES_PER_SECOND = 6.5e9, 3.5e9
 CHECK_BYTES = 6
 NORM_BYTES, NORM_CASTS = 16, 1
 UPDATE_BYTES, UPDATE_CASTS = 12 + 6 + 4, 1
+# Of stages 1 and 2 where gradients are cast on their way into the flat ones: that, clipping, and the weight in training precision.
+SHORT_UPDATE_BYTES = 6 + 8 + 6
 # How often torch's norm and clipping read or write a gradient (torch nn/utils/clip_grad.py).
 TORCH_NORM_ACCESSES = 3
 # The host's seconds for a parameter in bitsandbytes' optimizer, which takes one after the other (a run on an H200).
@@ -238,8 +240,10 @@ def _step_stages(
         + UPDATE_BYTES / speed.bytes_per_second
         + UPDATE_CASTS / speed.upcast_elements_per_second
     )
-    if settings.one_pass_norm and settings.zero_stage in (1, 2) and settings.offload_optimizer is None:
+    if settings.short_step and settings.zero_stage in (1, 2) and settings.offload_optimizer is None:
         norm = own * settings.itemsize / speed.bytes_per_second
+        adam = _adam_bytes(settings, size=settings.master_itemsize) / speed.adam_bytes_per_second
+        update = own * (adam + SHORT_UPDATE_BYTES / speed.bytes_per_second)
         return ((norm, speed.host_norm_seconds * trained), (update, speed.host_step_seconds + eight_bit))
     check = own * CHECK_BYTES / speed.bytes_per_second
     norm = own * (NORM_BYTES / speed.bytes_per_second + NORM_CASTS / speed.upcast_elements_per_second)

@@ -261,9 +261,8 @@ class TorchEngine:
         """Return an empty tensor for a saved one of a weight's state: sharded as the weight, or of its own shape and type."""
         if key == STEP:
             return torch.zeros((), device=weight.device if self.optimizer.defaults.get("fused") else None)
-        if (is_dtensor(weight) and whole) or (
-            tuple(saved.size) == tuple(weight.shape) and saved.properties.dtype == weight.dtype
-        ):
+        alike = tuple(saved.size) == tuple(weight.shape) and saved.properties.dtype == weight.dtype
+        if whole if is_dtensor(weight) else alike:
             return torch.zeros_like(weight)
         return torch.zeros(saved.size, dtype=saved.properties.dtype, device=weight.device)
 

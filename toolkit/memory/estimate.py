@@ -200,6 +200,7 @@ def report_of(
             *ASSUMPTIONS.get(plan.job.parallel.strategy, ()),
             *([] if loaded is None else [_loading_assumption(plan, loaded)]),
             *_assumptions(plan, settings, allocator),
+            *_own_step(plan, events, settings, peak=peak),
             *(() if case.file is None else case.file.notes(plan, case.job)),
         ),
     )
@@ -243,6 +244,19 @@ def _loading_assumption(plan: Plan, loaded: Loading) -> str:
     if loaded.dtype == "fp32":
         return said
     return f"{said} (loaded in fp32, --load-dtype fp32, it would allocate {format_bytes(loading(plan, dtype='fp32').peak)})"
+
+
+def _own_step(plan: Plan, events: Traces, settings: EngineSettings, *, peak: int) -> Iterator[str]:
+    """Yield what DeepSpeed's own step takes beyond the peak, in runs of other programs with the files of a plan."""
+    if not settings.short_step or settings.zero_stage not in (1, 2) or settings.itemsize == settings.master_itemsize:
+        return
+    found = phases_of_ranks(plan, events, replace(settings, short_step=False))
+    own = max(phase.allocated_bytes for phases in found.values() for phase in phases.values())
+    if own > peak:
+        yield (
+            f"run by Trainer or by a script of your own, DeepSpeed's step takes {format_bytes(own - peak)} beyond this peak: it "
+            "flattens the gradients before it casts them"
+        )
 
 
 def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> Iterator[str]:

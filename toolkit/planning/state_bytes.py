@@ -63,17 +63,17 @@ def card_bytes(job: Job, model: ModelSpec, precision: Precision, *, stage: int) 
 def step_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
     """Return the bytes on a rank's card at the step of stage 1 or 2 without other ranks, for a model of known size.
 
-    The gradients are there as they came, flattened, and in fp32; a buffer of fp32 sums is stepped as it is.
+    The gradients are there as they came, and flat in fp32; a buffer of fp32 sums is stepped as it is.
 
     Source:
-        deepspeed runtime/zero/stage_1_and_2.py step, scaled_global_norm, _use_compact_grad_partition_buffer.
+        deepspeed runtime/zero/stage_1_and_2.py step, _use_compact_grad_partition_buffer; deepspeed_private.py shorten_step.
     """
     assert model.num_parameters is not None
     itemsize, share = ITEMSIZES[dtype_of(precision)], job.model_ranks
     trainable = trainable_parameters(job, model) or model.num_parameters
     if PROFILES[job.parallel.offload].optimizer:
         return card_bytes(job, model, precision, stage=2)
-    gradients = 2 * itemsize + (GRADIENT_BYTES if itemsize < GRADIENT_BYTES else 0)
+    gradients = itemsize + GRADIENT_BYTES
     if job.train.gradient_accumulation_dtype == "fp32" and itemsize < GRADIENT_BYTES:
         gradients = GRADIENT_BYTES
     return (itemsize * model.num_parameters + (gradients + STATE_BYTES[job.train.optimizer]) * trainable) / share

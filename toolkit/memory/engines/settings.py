@@ -78,8 +78,8 @@ class EngineSettings:
         drawn: Whether DDP's and FSDP2's weights are drawn, and not read.
         ddp: Options of DDP.
         node_size: Ranks of a node.
-        one_pass_norm: Whether ZeRO takes the norms of all gradients at once, as the toolkit has it do, and DeepSpeed alone does not
-            (deepspeed_private.py shorten_step).
+        short_step: Whether ZeRO takes norms of all gradients at once, and casts them as it flattens them, as the toolkit has it do, and
+            DeepSpeed alone does not (deepspeed_private.py shorten_step).
     """
 
     zero_stage: int
@@ -112,7 +112,7 @@ class EngineSettings:
     drawn: bool = False
     ddp: Ddp = field(default_factory=Ddp)
     node_size: int = 1
-    one_pass_norm: bool = False
+    short_step: bool = False
 
     @property
     def state_bytes(self) -> float:
@@ -194,7 +194,7 @@ def engine_settings(
         settings = replace(settings, adds_up_on_host=True)
     settings = replace(
         settings,
-        one_pass_norm=True,
+        short_step=True,
         decomposes=plan.job.train.changes_base,
         keeps_errors=plan.job.train.method != "full" and plan.job.train.adapters.init_lora_weights == "loftq",
     )

@@ -256,19 +256,21 @@ class Stage12(EngineReplay):
                 self.account.transient("gradients in fp32 at the step", parameter.numel * 4)
 
     def step(self) -> None:
-        """Flatten, cast and step: 2 + 4 bytes in addition to the 2 of the gradients, then Adam's states."""
+        """Flatten, cast and step: up to 2 + 4 bytes in addition to the 2 of the gradients, then Adam's states."""
         account, settings = self.account, self.settings
         self._allocated = False
         if settings.offload_optimizer:
             account.free_all("gradient partition")
             account.free_all("accumulated gradients")
             return
-        if not settings.one_pass_norm:
+        if not settings.short_step:
             largest = max((parameter.numel for parameter in self._mine), default=0)
             account.transient("gradient norm in fp64", largest * NORM_ITEMSIZE)
         flat, master = self._partition * settings.itemsize, self._partition * settings.master_itemsize
         if self._compact:  # the optimizer steps on this buffer
             account.free_all("gradient partition")
+            account.allocate("gradients in fp32 at the step", master)
+        elif settings.short_step:
             account.allocate("gradients in fp32 at the step", master)
         else:
             account.allocate("gradients flattened at the step", flat)
