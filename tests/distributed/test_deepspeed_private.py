@@ -6,7 +6,7 @@ import ast
 import importlib
 import inspect
 from pathlib import Path
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -298,6 +298,30 @@ def test_stage_3_tells_which_part_of_a_weight_is_whose_and_rounds_a_sub_group() 
         "self.fp16_partitioned_groups_flat[sub_group_id].data.copy_(self.fp32_partitioned_groups_flat[sub_group_id].data)"
         in source
     )
+
+
+def test_twin_flow_has_an_optimizer_of_the_card_that_is_neither_saved_nor_scheduled() -> None:
+    stage_3 = DeepSpeedZeroOptimizer_Stage3
+    assert {"backup_optimizer", "subgroup_to_device"} <= names(stage_3._optimizer_step)
+    assert "backup_optimizer" in names(stage_3.__init__)
+    for method in (stage_3._rigid_state_dict, stage_3._rigid_load_state_dict):
+        assert "optimizer" in names(method)
+        assert "backup_optimizer" not in names(method), "no longer needed"
+    flats = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    cpu = torch.optim.AdamW([{"params": [flat], "lr": 0.5} for flat in flats])
+    card = torch.optim.AdamW([{"params": [flat], "foreach": False} for flat in flats])
+    both = SimpleNamespace(optimizer=cpu, backup_optimizer=card, fp32_partitioned_groups_flat=flats)
+    assert private.unite_optimizers(both) == [0, 1]
+    flats[1].grad = torch.ones(3)
+    card.step()
+    assert private.unite_optimizers(both) == [0]
+    assert float(cpu.state[flats[1]]["step"]) == 1
+    assert float(flats[1].max()) < 0.6, "the card's weights have the CPU's rate"
+    cpu.load_state_dict(cpu.state_dict())  # replaces the states
+    assert card.state is not cpu.state
+    private.unite_optimizers(both)
+    assert card.state is cpu.state
+    assert private.unite_optimizers(SimpleNamespace(optimizer=cpu, fp32_partitioned_groups_flat=flats)) == [0]
 
 
 def test_no_other_module_takes_private_names_of_deepspeed() -> None:

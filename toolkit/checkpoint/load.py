@@ -22,9 +22,8 @@ from toolkit.checkpoint.nvme_state import restore_unswapped
 from toolkit.checkpoint.pickles import read_pickle
 from toolkit.checkpoint.random_state import load_random_state, load_stream_state
 from toolkit.checkpoint.state import State, saved_plan, step_problems
-from toolkit.distributed.deepspeed_private import load_files_by, sort_by_rank
+from toolkit.distributed.deepspeed_private import load_files_by, sort_by_rank, unite_optimizers
 from toolkit.distributed.heartbeat import run_with_heartbeat
-from toolkit.engine.initialize import unite_optimizers
 from toolkit.engine.run import Run
 from toolkit.engine.seed import seed_random_state
 from toolkit.engine.sharded_files import ENGINE_FILE

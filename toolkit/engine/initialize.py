@@ -16,7 +16,13 @@ from torch import nn
 from toolkit.arguments import checks_arguments
 from toolkit.catalog.pretrained import weight_problems
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
-from toolkit.distributed.deepspeed_private import reset_mpu, restore_patches, shorten_step, undo_first_step
+from toolkit.distributed.deepspeed_private import (
+    reset_mpu,
+    restore_patches,
+    shorten_step,
+    undo_first_step,
+    unite_optimizers,
+)
 from toolkit.distributed.world import World, destroy_world, init_world
 from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
@@ -126,33 +132,6 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
     if plan.profile.partial:
         unite_optimizers(engine.optimizer)
     return engine
-
-
-def unite_optimizers(optimizer: Any) -> list[int]:
-    """Give both optimizers of Twin-Flow, of the CPU and of the card, one set of states and of parameter groups.
-
-    DeepSpeed saves and loads the states of the CPU's alone, and its schedule sets the learning rates of the CPU's groups alone: the card's
-    weights would lose their moments at a resume, and those of the first group keep their first rate. To be called again after a load,
-    which replaces both.
-
-    Args:
-        optimizer: Wrapper of ZeRO-3, with a share of its state on the CPU.
-
-    Returns:
-        Numbers of the sub-groups that have no state: all before the first step.
-
-    Source:
-        runtime/zero/stage3.py __init__ (backup_optimizer), _optimizer_step, _rigid_state_dict, _rigid_load_state_dict.
-    """
-    own, card = optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)
-    if card is not None:
-        card.state = own.state
-        for group, options in zip(own.param_groups, card.param_groups, strict=True):
-            for name, value in options.items():  # those that the CPU's optimizer does not have
-                group.setdefault(name, value)
-        card.param_groups = own.param_groups
-    flats = optimizer.fp32_partitioned_groups_flat
-    return [number for number, flat in enumerate(flats) if not own.state.get(flat)]
 
 
 def parameter_groups(
