@@ -173,7 +173,9 @@ def plan_of(row: Row, folder: Path) -> Any:
         return measure.estimated_case(cases[row.name], folder, gpu="h200-sxm-141gb").plan()
     file = "planned_cases.yaml" if row.source == "planned" else "speed_cases.yaml"
     cases = {case["id"]: case for case in job_speed.read_cases(CARDS / file)}
-    return job_speed.plan_of({**cases[row.name], **row.what["case"]}, folder, gpu="h200-sxm-141gb")
+    return job_speed.plan_of(
+        {**cases[row.name.removesuffix(", short step")], **row.what["case"]}, folder, gpu="h200-sxm-141gb"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

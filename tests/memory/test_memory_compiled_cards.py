@@ -39,7 +39,7 @@ def reports(tmp_path_factory):
     def report(name):
         if name not in made:
             folder = tmp_path_factory.mktemp("models")
-            with nullcontext() if "toolkit" in RUNS[name]["versions"] else deepspeeds_own_step():
+            with nullcontext() if is_of_today(name) else deepspeeds_own_step():
                 made[name] = estimate(plan_of(CASES[name], folder, gpu="h200-sxm-141gb"))
         return made[name]
 
@@ -58,14 +58,20 @@ def test_the_peak_is_that_of_the_card(reports, name):
     assert not [line for line in report.assumptions if "estimated as eager" in line]
 
 
+def is_of_today(name):
+    return "toolkit" in RUNS[name]["versions"]
+
+
 def spared(name):
     """The bytes that the build of that run held beside the weights, and that of today does not.
 
-    Under DDP a tied head before it was tied; under FSDP2 two copies of the largest weight, in fp32 where it is trained, while it was cut.
+    Runs that name the toolkit's version are of today's, but for a second copy of a tied head's shard. Under DDP a tied head before it was tied; under FSDP2 two copies of the largest weight, in fp32 where it is trained, while it was cut.
     """
     strategy = CASES[name].get("parallel", {}).get("strategy", "zero")
     config = read_catalogue_model(CASES[name]["model"]).config if strategy != "zero" else {}
     embedding = config.get("vocab_size", 0) * config.get("hidden_size", 0)
+    if is_of_today(name):  # it was beside the shards, where what is drawn, in 16 bit, is now
+        return embedding * (4 - 2) if strategy == "fsdp2" and config["tie_word_embeddings"] else 0
     if strategy == "fsdp2":
         return embedding * (2 if "qlora" in name else 2 * 4)
     return embedding * 2 if strategy == "ddp" and config["tie_word_embeddings"] else 0
@@ -85,11 +91,13 @@ def test_what_is_held_while_weights_are_filled_is_foreseen_to_a_thousandth(repor
 def test_each_phase_is_that_of_the_card(reports, name):
     predicted = reports(name).fullest.phases
     for phase, measured in RUNS[name]["peak_bytes"].items():
-        # Those runs of DDP and FSDP2 stepped by torch's AdamW of several kernels; and Trainer keeps what QLoRA frees before the step.
-        if phase == "step" and any(word in name for word in ("ddp", "fsdp2", "qlora")):
+        # Earlier runs of DDP and FSDP2 stepped by torch's AdamW of several kernels, and kept what QLoRA now frees before the step.
+        if phase == "step" and any(word in name for word in ("ddp", "fsdp2", "qlora")) and not is_of_today(name):
             continue
         measured -= spared(name) if phase == "init" else 0
-        assert predicted[phase].allocated_bytes == pytest.approx(measured, rel=0.008), phase
+        # Of QLoRA the estimate holds the embedding's output and its gradient until the step; runs free them before.
+        near = 0.025 if phase == "step" and "qlora" in name else 0.008
+        assert predicted[phase].allocated_bytes == pytest.approx(measured, rel=near), phase
 
 
 @pytest.mark.full

@@ -97,12 +97,13 @@ def _final_norm(model: Any) -> nn.Module | None:
 
 
 def allocate_shards(model: nn.Module, *, device: torch.device, ties: Mapping[str, str], places: Places) -> None:
-    """Allocate this rank's parts of a sharded model, uninitialised, and tie its weights again, which `to_empty` unties."""
+    """Allocate this rank's parts of a sharded model, uninitialised, with tied weights once: `to_empty` would allocate and untie each."""
+    tied = [(places[target], places[source]) for target, source in ties.items() if {target, source} <= places.keys()]
+    for (module, name), _ in tied:
+        module._parameters[name] = None
     model.to_empty(device=device)
-    for target, source in ties.items():
-        if target in places and source in places:
-            (module, name), (owner, attribute) = places[target], places[source]
-            module._parameters[name] = owner._parameters[attribute]
+    for (module, name), (owner, attribute) in tied:
+        module._parameters[name] = owner._parameters[attribute]
 
 
 def move_shards_to_host(model: nn.Module) -> None:
