@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -293,25 +294,33 @@ def shorten_step(optimizer: Any) -> None:
 
     DeepSpeed copies each gradient into fp64 first, eight bytes an element, and multiplies by a number on the card in a kernel that
     reads one element at a time: 25 and 7 ms of a step with 2.2 billion weights on an H200. Before that it looks for overflow, 13
-    kernels a parameter; a norm that is not finite tells as much, and the step is skipped all the same. It flattens the gradients in
-    16 bit and casts the flat ones, so that there are three copies at a time; here they are cast on their way. On a card norms are
-    summed in fp32, in blocks whose sums are added as a tree; elsewhere in fp64.
+    kernels a parameter; a norm that is not finite tells as much. Of a weight that several ranks have whole one counts the gradient;
+    the others add zero times its norm, which is NaN if that is not finite on them alone. It flattens the gradients in 16 bit and
+    casts the flat ones, so that there are three copies at a time; here they are cast on their way. On a card norms are summed in
+    fp32, in blocks whose sums are added as a tree; elsewhere in fp64.
 
     Source:
         runtime/zero/stage_1_and_2.py step, check_overflow, get_grad_norm_direct, unscale_and_clip_grads; stage3.py
         get_grad_norm_direct.
     """
     combine, scale = optimizer.get_grad_norm_direct, optimizer.unscale_and_clip_grads
+    in_flats = hasattr(optimizer, "bit16_groups") and not optimizer.cpu_offload
+    tells_overflow = in_flats and optimizer.compute_grad_norm and optimizer.check_grad_overflow
 
     def norm(gradients: Iterable[Tensor], params: Any, norm_type: float = 2) -> Tensor:
         kept = [gradient.detach() for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
         if norm_type == 2 and kept:
             dtype = torch.float32 if kept[0].is_cuda else torch.float64
             kept = list(torch._foreach_norm(kept, 2, dtype=dtype))
+            if tells_overflow:
+                kept = [*kept[: len(params)], 0 * torch.stack(kept).sum()]
+                params = [*params, SimpleNamespace(model_parallel=True)]  # counted on each rank
         result: Tensor = combine(kept, params, norm_type)
         return result
 
     def multiply(flats: list[Tensor], total_norm: Tensor) -> None:
+        if not optimizer.clip_grad and optimizer.loss_scale == 1:
+            return
         factor = torch.ones((), device=optimizer.device)
         scale([factor], total_norm)
         torch._foreach_mul_(flats, factor)
@@ -332,11 +341,11 @@ def shorten_step(optimizer: Any) -> None:
             optimizer.flatten = other
 
     optimizer.get_grad_norm_direct = norm
-    if hasattr(optimizer, "bit16_groups") and not optimizer.cpu_offload:
+    if in_flats:
         do_step = optimizer.step
         optimizer.step = step
         optimizer.unscale_and_clip_grads = multiply
-        if optimizer.compute_grad_norm:
+        if tells_overflow:
             optimizer.check_overflow = lambda partition_gradients=True: None
 
 
