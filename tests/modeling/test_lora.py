@@ -84,6 +84,8 @@ def test_stacked_experts_are_adapted_without_dropout() -> None:
         ("llama", {"target_modules": "*q_proj("}, "LORA_TARGETS", "q_proj, up_proj"),
         ("llama", {"target_modules": ("input_layernorm",)}, "LORA_TARGETS", "q_proj, up_proj"),
         ("llama", {"modules_to_save": ("score",)}, "LORA_SAVE", "lm_head"),
+        ("llama", {"rank_pattern": {"nothing": 4}}, "LORA_PATTERN", "q_proj, up_proj"),
+        ("llama", {"alpha_pattern": {"up_proj": 4}, "target_modules": ("q_proj",)}, "LORA_PATTERN", "of q_proj, or"),
         ("mixtral", {"lora_dropout": 0.1}, "LORA_DROPOUT_EXPERTS", "k_proj, o_proj, q_proj, v_proj"),
     ],
 )  # fmt: skip

@@ -169,6 +169,27 @@ def names_without_target(
     return tuple(sorted({module.name.rpartition(".")[2] for module in _linears(f, family)}))
 
 
+def names_adapted_instead(
+    config: Mapping[str, Any], target_modules: str | tuple[str, ...], name: str
+) -> tuple[str, ...]:
+    """Return the last components of the names of the modules that LoRA adapts, if none of them has a name or ends in it.
+
+    Args:
+        config: Content of config.json.
+        target_modules: Targets as in `count_lora_parameters`.
+        name: Name of a module, or the last parts of it, as in peft's `rank_pattern`.
+    Returns:
+        The names; empty if some adapted module has the name, or only building the model can tell.
+    Raises:
+        SpecError: As in `count_lora_parameters`.
+    """
+    if (known := _known(config)) is None or (chosen := _lora_targets(*known, target_modules)) is None:
+        return ()
+    if any(module.name == name or module.name.endswith(f".{name}") for module in chosen):
+        return ()
+    return tuple(sorted({module.name.rpartition(".")[2] for module in chosen}))
+
+
 def float8_layers(config: Mapping[str, Any]) -> bool | None:
     """Return whether a decoder layer has a linear map that float8 kernels accept; None for an undeclared `model_type`.
 

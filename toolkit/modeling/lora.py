@@ -17,6 +17,7 @@ from toolkit.errors import PlanError, Problem, first_line, raise_all
 from toolkit.modeling.nf4 import begin_with_errors, keeps_error
 from toolkit.modeling.sharded_adapters import adapted_by, draw_adapters, shard_adapters
 from toolkit.pipeline_parallel.part import stage_info
+from toolkit.planning.rules.adapters import lora_pattern_problem
 from toolkit.tensor_parallel.guard import PartOfModel, guard_part
 from toolkit.tensor_parallel.linear import ShardedLinear
 
@@ -35,7 +36,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
 
     Raises:
         PlanError: LORA_TARGETS if `lora.target_modules` matches nothing that can be adapted; LORA_SAVE if
-            `lora.modules_to_save` matches nothing; LORA_DROPOUT_EXPERTS for dropout on stacked experts.
+            `lora.modules_to_save` matches nothing; LORA_PATTERN if an entry of a pattern does; LORA_DROPOUT_EXPERTS for dropout on stacked experts.
 
     Source:
         arXiv 2106.09685; peft tuners/lora.
@@ -72,6 +73,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
                 )
                 # peft would cast adapters of 16-bit models to fp32; the engine keeps its own fp32 master copy.
                 adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+            raise_all(PlanError, _unadapted(adapted, lora))
             _cast_adapters(adapted, model.dtype)
             if stage_info(model) is not None:
                 # The saved configuration is that of the whole adapter, not of this rank's layers.
@@ -144,6 +146,18 @@ def _unmatched(model: PreTrainedModel, lora: Lora) -> Iterator[Problem]:
                 fix=f"Name modules of the model, such as {_name_of(model, model.get_output_embeddings())}, or leave it out",
                 source="peft utils/other.py _set_trainable",
             )
+
+
+def _unadapted(adapted: Any, lora: Lora) -> Iterator[Problem]:
+    """Yield the entries of `rank_pattern` and `alpha_pattern` that peft would ignore silently."""
+    if adapted.active_peft_config.target_parameters:  # of stacked experts, for which peft renames patterns
+        return
+    names = [name for name, module in adapted.named_modules() if hasattr(module, "lora_A")]
+    last = sorted({name.rpartition(".")[2] for name in names})
+    for key in ("rank_pattern", "alpha_pattern"):
+        for wanted in getattr(lora, key):
+            if not any(f".{name}".endswith(f".{wanted}") for name in names):
+                yield lora_pattern_problem(key, wanted, last)
 
 
 def _name_of(model: PreTrainedModel, wanted: torch.nn.Module) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,17 @@ def _refused(name: str, value: Any, key: str, other: Any, why: str) -> Problem:
         key=f"train.lora.{name}",
         message=f"{name}={value} with {key.rpartition('.')[2]}={other}: {why}",
         fix=f"Remove train.lora.{name}, or change {key}",
+    )
+
+
+def lora_pattern_problem(key: str, name: str, adapted: Iterable[str]) -> Problem:
+    """Return the problem of an entry of `rank_pattern` or `alpha_pattern` that is no adapted layer's, which peft would ignore."""
+    return Problem(
+        code="LORA_PATTERN",
+        key=f"train.lora.{key}",
+        message=f"{key} has {name}, which is the name of no layer with an adapter, so that it would change nothing",
+        fix=f"Name some of {', '.join(adapted)}, or remove it",
+        source="peft utils/other.py get_pattern_key",
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.catalog.parameters import names_without_target
+from toolkit.catalog.parameters import names_adapted_instead, names_without_target
 from toolkit.config.job import Job, Samples
 from toolkit.errors import Problem
+from toolkit.planning.rules.adapters import lora_pattern_problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Keys that only some optimizers read (torch.optim, deepspeed ops/adam, ops/lion).
@@ -56,6 +57,11 @@ def lora_targets(draft: UncheckedPlan) -> Iterator[Problem]:
             fix=f"Name some of {', '.join(names)}, or all-linear",
             source="peft tuners/tuners_utils.py",
         )
+        return
+    for key in ("rank_pattern", "alpha_pattern"):
+        for name in getattr(train.lora, key):
+            if names := names_adapted_instead(draft.model.config, targets, name):
+                yield lora_pattern_problem(key, name, names)
 
 
 def optimizer_keys(draft: UncheckedPlan) -> Iterator[Problem]:
@@ -93,6 +99,20 @@ def run_length(draft: UncheckedPlan) -> Iterator[Problem]:
             message=f"max_steps={train.max_steps} and num_train_epochs={train.num_train_epochs:g} both set the length",
             fix="Keep one of the two: `--set train.num_train_epochs=null` or `--set train.max_steps=null` unsets what the job "
             "file sets",
+        )
+
+
+def profiled_steps(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse a profile whose first recorded steps lie behind the end of the run."""
+    profile, steps = draft.job.train.profile, draft.job.train.max_steps
+    if profile is not None and steps is not None and profile.wait + profile.warmup + profile.active > steps:
+        yield Problem(
+            code="PROFILE_STEPS",
+            key="train.profile",
+            message=f"profile waits {profile.wait} steps, warms up for {profile.warmup} and records {profile.active}, and the run ends "
+            f"after max_steps={steps}: nothing would be written",
+            fix="Lower wait, warmup or active, or raise train.max_steps",
+            source="torch profiler/profiler.py schedule",
         )
 
 
@@ -407,6 +427,7 @@ RULES = (
     optimizer_keys,
     hub_keys,
     run_length,
+    profiled_steps,
     warmup,
     schedule_free,
     minimum_learning_rate,
