@@ -201,6 +201,7 @@ def test_the_step_by_which_stage_0_allocates_its_states_is_undone(monkeypatch: p
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_norms_and_scales_in_one_pass_are_deepspeeds_own(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     train = {"precision": "bf16", "optimizer": "adamw_torch", "learning_rate": 0.01, "max_grad_norm": 0.1}
+    train["weight_decay"] = 0.1  # two groups of parameters
     results, called = [], []
     combine = OPTIMIZERS[stage == 3].get_grad_norm_direct
     for shortened in (True, False):
@@ -230,6 +231,23 @@ def test_norms_and_scales_in_one_pass_are_deepspeeds_own(stage: int, monkeypatch
             results.append((losses, norm))
     assert called
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("clip_grad", "loss_scale", "wanted"), [(0.0, 1.0, None), (1.0, 1.0, 0.5), (0.0, 4.0, 0.5)])
+def test_gradients_are_scaled_where_there_is_something_to_scale_by(
+    clip_grad: float, loss_scale: float, wanted: float | None
+) -> None:
+    optimizer: Any = SimpleNamespace(
+        bit16_groups=[], cpu_offload=False, compute_grad_norm=True, check_grad_overflow=True
+    )
+    optimizer.clip_grad, optimizer.loss_scale, optimizer.device = clip_grad, loss_scale, torch.device("cpu")
+    optimizer.step = optimizer.get_grad_norm_direct = lambda *given: None
+    optimizer.unscale_and_clip_grads = lambda flats, total_norm: flats[0].mul_(0.5)
+    private.shorten_step(optimizer)
+    flat = torch.ones(3)
+    version = flat._version
+    optimizer.unscale_and_clip_grads([flat], torch.ones(()))
+    assert (flat._version > version, float(flat[0])) == (wanted is not None, wanted or 1.0)
 
 
 @pytest.mark.gloo

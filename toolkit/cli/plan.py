@@ -150,7 +150,7 @@ def plan(
             # Rows keep their numbers: whoever names one has read them in a table without compiled layers.
             compiled=True if compiled is None and row is None and files else compiled,
         )
-        with naming_option(model):
+        with _naming_option(model):
             questions = [asked(method=each) for each in read_methods(method)]
             with session.estimating() as estimator, _watching(as_json=as_json) as watch:
                 found = answer_first(questions, seconds=seconds, estimator=estimator, watch=watch)
@@ -172,7 +172,7 @@ def plan(
 
 
 @contextmanager
-def naming_option(model: str | None) -> Iterator[None]:
+def _naming_option(model: str | None) -> Iterator[None]:
     """Let the problems of a model that --model names name this option, and no key of a job file."""
     try:
         yield

@@ -31,12 +31,13 @@ STAGE0_BYTES, STAGE0_HOST_SHARE = 53, 0.7
 NVME_READ_BYTES, NVME_WRITTEN_BYTES = 16, 12
 NVME_READ_BYTES_PER_SECOND, NVME_WRITE_BYTES_PER_SECOND = 6.5e9, 3.5e9
 # Bytes an element of a gradient that the step moves in its three parts, and casts to a wider type: the search for overflow,
-# which takes the least and the greatest; the norm, in fp64, without which stages 1 and 2 take both in one pass; and flattening, unscaling and clipping in fp32 with the weight in
+# which takes the least and the greatest; the norm, in fp64; and flattening, unscaling and clipping in fp32 with the weight in
 # training precision, beside Adam (profiles of four models' kernels).
 CHECK_BYTES = 6
 NORM_BYTES, NORM_CASTS = 16, 1
 UPDATE_BYTES, UPDATE_CASTS = 12 + 6 + 4, 1
-# Of stages 1 and 2 where gradients are cast on their way into the flat ones: that, clipping, and the weight in training precision.
+# The same of stages 1 and 2 with the toolkit's step, whose norm tells of an overflow: gradients cast on their way into the flat ones,
+# clipping, and the weight in training precision.
 SHORT_UPDATE_BYTES = 6 + 8 + 6
 # How often torch's norm and clipping read or write a gradient (torch nn/utils/clip_grad.py).
 TORCH_NORM_ACCESSES = 3
