@@ -158,6 +158,14 @@ def test_the_length_of_the_run_is_part_of_the_job(options, length):
     assert (train.max_steps, train.num_train_epochs) == length
 
 
+def test_intervals_by_the_epoch_are_shares_of_the_tokens_steps():
+    from toolkit.planner.make import ask
+
+    sets = ["train.max_steps=null", "train.saves_per_epoch=2"]
+    train = ask("job.yaml", overrides=sets, tokens="1M", epochs=2.0, prices="prices.yaml").job.train
+    assert (train.max_steps, train.saves_per_epoch, train.save_steps) == (977, None, 0.25)
+
+
 @pytest.mark.parametrize(
     ("options", "compiled"),
     [

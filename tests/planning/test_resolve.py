@@ -6,6 +6,7 @@ from plan_jobs import CPU, TOY, V100, gpu_of, job_of, model_of, plan_of
 from toolkit.errors import PlanError, SpecError
 from toolkit.planning.decide import MAX_REDUCE_BUCKET
 from toolkit.planning.resolve import resolve, resolve_with
+from toolkit.planning.settings import steps_between
 
 
 def choice(plan, key):
@@ -133,6 +134,16 @@ def test_a_constant_schedule_has_no_warmup():
     plan = plan_of(train={"lr_scheduler_type": "constant"})
     assert plan.settings.warmup_ratio is None
     assert "warmup" not in plan.explain()
+
+
+def test_intervals_by_the_epoch_are_shares_of_the_run():
+    data = {"train": "a/b", "eval": "a/b"}
+    plan = plan_of(train={"num_train_epochs": 2, "saves_per_epoch": 2, "evals_per_epoch": 4}, data=data)
+    assert (plan.settings.save_steps, plan.settings.eval_steps) == (0.25, 0.125)
+    assert "saves_per_epoch=2 and num_train_epochs=2" in plan.explain()
+    once = plan_of(train={"saves_per_epoch": 1}, data=data).settings
+    assert once.eval_steps == once.save_steps < 1
+    assert steps_between(once.save_steps, 10**6) == 10**6, "at the end of the only epoch"
 
 
 def test_keys_that_the_optimizer_does_not_read_are_not_explained():

@@ -151,7 +151,7 @@ ACCELERATE: dict[str, Origin] = {
     "use_cpu": Origin(("cluster.gpu",)),
 }
 
-_EVAL = ("train.eval_steps", "data.eval", "data.validation_fraction")
+_EVAL = ("train.eval_steps", "train.evals_per_epoch", "data.eval", "data.validation_fraction")
 
 TRAINER: dict[str, Origin] = {
     "output_dir": Origin(("train.output_dir",)),
@@ -191,7 +191,7 @@ TRAINER: dict[str, Origin] = {
     ),
     "logging_steps": Origin(("train.logging_steps",)),
     "save_strategy": Origin(("train.save_steps",)),
-    "save_steps": Origin(("train.save_steps",)),
+    "save_steps": Origin(("train.save_steps", "train.saves_per_epoch")),
     "save_total_limit": Origin(("train.save_total_limit",)),
     "save_only_model": Origin(
         ("train.save_only_model",), "checkpoints that resume, unless the job asks for weights alone"

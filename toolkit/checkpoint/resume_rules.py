@@ -351,6 +351,7 @@ RULES: dict[str, Rule] = {
         "attention loss kernels torch_compile label_smoothing_factor z_loss neftune_noise_alpha router_aux_loss_coef compute_loss",
     ),
     "train.gradient_checkpointing": replace(_TOLD, value=_recomputation),
+    **_each(_FREE, "train", "saves_per_epoch evals_per_epoch"),  # in save_steps and eval_steps
     **_each(_TOLD, "parallel", "sequence_parallel pipeline_schedule"),
     **_each(
         _TOLD,

@@ -68,6 +68,8 @@ def profiled_plan(plan: Plan) -> Plan:
             "train.output_dir": str(folder),
             "train.max_steps": count,
             "train.num_train_epochs": None,
+            "train.saves_per_epoch": None,
+            "train.evals_per_epoch": None,
             "train.warmup_steps": None,
             "train.callbacks": None,
             "train.report_to": None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -195,3 +196,12 @@ OpenFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), BeforeVa
 
 # Orders in which pipeline stages process the micro-batches of a step; `toolkit.pipeline_schedule` builds them.
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+
+
+def share_of_run(per_epoch: float, epochs: float) -> float:
+    """Return the share of a run between events of which each of its epochs has `per_epoch`: below 1, since 1 would be a step.
+
+    >>> share_of_run(4, 2)
+    0.125
+    """
+    return min(1 / (per_epoch * epochs), math.nextafter(1.0, 0.0))

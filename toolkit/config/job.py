@@ -39,6 +39,7 @@ from toolkit.config.fields import (
     optimizer_named,
     packing_named,
     reporters,
+    share_of_run,
 )
 from toolkit.config.section import Section
 from toolkit.config.user_code import UserCode
@@ -398,6 +399,8 @@ class Train(Section):
     """Passes over the data, in place of `max_steps`."""
     save_steps: Count | OpenFraction | None = None
     """Optimizer steps between checkpoints, or below 1 their share of the run; one is written at the end in any case."""
+    saves_per_epoch: PositiveNumber | None = None
+    """Checkpoints in a pass over the data, in place of `save_steps`; with the length in `num_train_epochs`."""
     save_total_limit: Count | None = None
     """Number of checkpoints to keep; older ones are deleted."""
     save_only_model: StrictBool = False
@@ -406,6 +409,8 @@ class Train(Section):
     """Writes checkpoints while training goes on, from a copy of the state in host memory; one at a time."""
     eval_steps: Count | OpenFraction | None = None
     """Optimizer steps between evaluations, or below 1 their share of the run; one is made at the end in any case."""
+    evals_per_epoch: PositiveNumber | None = None
+    """Evaluations in a pass over the data, in place of `eval_steps`; with the length in `num_train_epochs`."""
     eval_on_start: StrictBool = False
     """Evaluates before the first step, too."""
     compute_metrics: UserCode | None = None
@@ -451,6 +456,17 @@ class Train(Section):
     """Seed of data order, dropout, adapters, and weights under `model.init: random`."""
     output_dir: Folder = Path("runs/job")
     """Folder of metrics, checkpoints and export; relative to the working directory."""
+
+    def in_shares(self, epochs: float) -> dict[str, float | None]:
+        """Return the changes, by dotted key, that give a run of so many epochs, whose length is in steps, the same intervals.
+
+        >>> Train(saves_per_epoch=2).in_shares(2)
+        {'train.saves_per_epoch': None, 'train.save_steps': 0.25}
+        """
+        counts = {"save": self.saves_per_epoch, "eval": self.evals_per_epoch}
+        given = {name: count for name, count in counts.items() if count is not None}
+        changes: dict[str, float | None] = {f"train.{name}s_per_epoch": None for name in given}
+        return changes | {f"train.{name}_steps": share_of_run(count, epochs) for name, count in given.items()}
 
     @property
     def watches_metric(self) -> bool:

@@ -203,7 +203,7 @@ def ask(
     if not sets_steps or batch is None:  # `values_of` then has the batch of each cluster
         return asked
     length = {"train.max_steps": asked.steps(batch), "train.num_train_epochs": None}
-    return replace(asked, job=read.with_(length))
+    return replace(asked, job=read.with_(length | read.train.in_shares(passes)))
 
 
 def answer(

@@ -165,6 +165,7 @@ def values_of(question: Question, cluster: Candidate, setting: Setting) -> dict[
         dp_size = cluster.num_gpus // (setting.tensor * setting.pipeline)
         steps = question.steps(setting.micro * setting.accumulation * dp_size)
         chosen |= {"train.max_steps": steps, "train.num_train_epochs": None}
+        chosen |= question.job.train.in_shares(question.epochs)
     return ({} if not question.seeks_cluster else cluster.values()) | chosen
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
-from toolkit.config.fields import PipelineSchedule
+from toolkit.config.fields import PipelineSchedule, share_of_run
 from toolkit.config.job import Attention, Dtype, Fp8, Job, PartitionWay, Precision
 from toolkit.planning.batch import TARGET_MICRO_BATCH_TOKENS, Batch, default_micro, solve_batch
 from toolkit.planning.chooser import Chooser
@@ -82,7 +82,7 @@ def decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
     max_steps, epochs = train.max_steps, train.num_train_epochs
     if max_steps is None and epochs is None:
         epochs = chooser.choose("train.num_train_epochs", None, 1.0, "one pass over the data")
-    save_steps = chooser.choose("train.save_steps", train.save_steps, 500, "every 500 steps, and at the end")
+    save_steps = _decide_save_steps(job, epochs, chooser)
     return Settings(
         batch=batch,
         per_device_eval_batch_size=chooser.choose(
@@ -118,7 +118,7 @@ def decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
         save_total_limit=chooser.choose(
             "train.save_total_limit", train.save_total_limit, 2, "the last two checkpoints stay"
         ),
-        eval_steps=_decide_eval_steps(job, save_steps, chooser),
+        eval_steps=_decide_eval_steps(job, epochs, save_steps, chooser),
         offload_ratio=_decide_offload_ratio(job, chooser),
         sub_group_size=_decide_sub_group(job, model, batch, chooser),
         reduce_bucket_size=_decide_bucket(job, model, zero_stage, chooser),
@@ -219,10 +219,25 @@ def _decide_warmup(job: Job, chooser: Chooser) -> float | None:
     return chooser.choose("train.warmup_ratio", None, 0.03, "3 % of all steps steady Adam's first moments")
 
 
-def _decide_eval_steps(job: Job, save_steps: float, chooser: Chooser) -> float | None:
+def _decide_save_steps(job: Job, epochs: float | None, chooser: Chooser) -> float:
+    given = job.train.save_steps
+    if given is None and job.train.saves_per_epoch is not None:
+        return _derive_share("save", job.train.saves_per_epoch, epochs, chooser)
+    return chooser.choose("train.save_steps", given, 500, "every 500 steps, and at the end")
+
+
+def _derive_share(name: str, per_epoch: float, epochs: float | None, chooser: Chooser) -> float:
+    epochs = epochs or 1.0  # a rule refuses a length in steps
+    why = f"{name}s_per_epoch={per_epoch:g} and num_train_epochs={epochs:g}, as a share of the run"
+    return chooser.derive(f"train.{name}_steps", share_of_run(per_epoch, epochs), why)
+
+
+def _decide_eval_steps(job: Job, epochs: float | None, save_steps: float, chooser: Chooser) -> float | None:
     data = job.data
     if data is None or (data.eval is None and data.validation_fraction is None):
         return None
+    if job.train.eval_steps is None and job.train.evals_per_epoch is not None:
+        return _derive_share("eval", job.train.evals_per_epoch, epochs, chooser)
     return chooser.choose("train.eval_steps", job.train.eval_steps, save_steps, "as often as checkpoints")
 
 

@@ -52,6 +52,7 @@ OF_THE_RUN = frozenset(
         "max_steps",
         "num_train_epochs",
         "save_steps",
+        "saves_per_epoch",
         "save_total_limit",
         "save_only_model",
         "logging_steps",
@@ -78,7 +79,15 @@ _TRAIN_APART = frozenset(
         "max_grad_norm",
     }
     | {"learning_rate_scaling", "learning_rate_reference_batch_size", "lr_scheduler_type", "min_learning_rate_ratio"}
-    | {"warmup_steps", "warmup_ratio", "eval_steps", "report_to", "train_batch_size", "gradient_accumulation_steps"}
+    | {
+        "warmup_steps",
+        "warmup_ratio",
+        "eval_steps",
+        "evals_per_epoch",
+        "report_to",
+        "train_batch_size",
+        "gradient_accumulation_steps",
+    }
     | {"gradient_accumulation_dtype"}
     | OF_THE_RUN
     # In the settings, decided:

@@ -102,6 +102,30 @@ def run_length(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
+def intervals(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse intervals by the epoch beside those in steps, or in a run whose length is in steps."""
+    train = draft.job.train
+    for name, count, steps in (
+        ("saves_per_epoch", train.saves_per_epoch, train.save_steps),
+        ("evals_per_epoch", train.evals_per_epoch, train.eval_steps),
+    ):
+        if count is None:
+            continue
+        other = f"{name.partition('s_')[0]}_steps"
+        for key, value, why in (
+            (other, steps, "both set the interval"),
+            ("max_steps", train.max_steps, "without the length in epochs nobody knows how many steps one has"),
+        ):
+            if value is not None:
+                yield Problem(
+                    code="STEPS_CONFLICT",
+                    key=f"train.{name}",
+                    message=f"{name}={count:g} and {key}={value:g}: {why}",
+                    fix=f"Keep one of the two: {other} below 1 is a share of the run"
+                    + ("" if key == other else "; or set train.num_train_epochs in place of max_steps"),
+                )
+
+
 def profiled_steps(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse a profile whose first recorded steps lie behind the end of the run."""
     profile, steps = draft.job.train.profile, draft.job.train.max_steps
@@ -229,7 +253,7 @@ def evaluation(draft: UncheckedPlan) -> Iterator[Problem]:
     if data is not None and (data.eval is not None or data.validation_fraction is not None):
         return
     for key in (
-        *("eval_steps", "per_device_eval_batch_size", "eval_on_start", "compute_metrics"),
+        *("eval_steps", "evals_per_epoch", "per_device_eval_batch_size", "eval_on_start", "compute_metrics"),
         *("load_best_model_at_end", "early_stopping_patience", "samples"),
     ):
         if getattr(train, key):
@@ -280,6 +304,16 @@ def best_model(draft: UncheckedPlan) -> Iterator[Problem]:
             + (", or train.compute_metrics to a function that gives it" if train.compute_metrics is None else ""),
         )
     if train.load_best_model_at_end and not _saves_follow(settings.save_steps, settings.eval_steps):
+        if train.saves_per_epoch is not None or train.evals_per_epoch is not None:
+            yield Problem(
+                code="BEST_STEPS",
+                key="train.saves_per_epoch" if train.saves_per_epoch is not None else "train.evals_per_epoch",
+                message="checkpoints would be saved that no evaluation has judged, with load_best_model_at_end=true",
+                fix="Set train.saves_per_epoch and train.evals_per_epoch to the same, or leave out the second, for as many "
+                "evaluations as checkpoints",
+                source="transformers training_args.py __post_init__",
+            )
+            return
         yield Problem(
             code="BEST_STEPS",
             key="train.save_steps",
@@ -427,6 +461,7 @@ RULES = (
     optimizer_keys,
     hub_keys,
     run_length,
+    intervals,
     profiled_steps,
     warmup,
     schedule_free,
