@@ -117,6 +117,7 @@ def test_a_dump_of_what_was_set_reads_back_equal():
         ),
         (lambda: Cluster(gpus_per_node=2), "KEY_MISSING", "cluster.gpu", "cluster.gpu is missing"),
         (lambda: Cluster(gpu="cpu", node=2), "KEY_UNKNOWN", "cluster.node", "Did you mean cluster.nodes"),
+        (lambda: Train(optimizer="galore_adamw"), "KEY_VALUE", "train.optimizer", "GaLore and APOLLO are not offered"),
         (lambda: Data(train=3), "KEY_VALUE", "data.train", "data.train=3 (int) is not valid"),
         (lambda: Lora(lora_dropout=1), "KEY_VALUE", "train.lora.lora_dropout", "less than 1"),
         (lambda: Fp8(recipe="row"), "KEY_VALUE", "train.fp8.recipe", "rowwise"),

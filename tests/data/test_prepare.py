@@ -265,6 +265,10 @@ def test_no_targets(write: Writer, build: Any, texts: list[str]) -> None:
     write([{"prompt": "a long prompt " * 40, "completion": "short"}] * 4)
     error = caught(build, Data(train="train.jsonl", packing="none", loss_on="completion"))
     assert error.codes == ("DATA_NO_TARGETS",)
+    write([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4)
+    of_roles = Data(train="train.jsonl", packing="none", loss_on=("nobody",), chat_template="chatml")
+    assert "data.loss_on=nobody leaves no token" in str(error := caught(build, of_roles))
+    assert "Name roles that messages have" in str(error)
 
 
 def test_a_record_that_the_peek_did_not_reach(write: Writer, build: Any) -> None:

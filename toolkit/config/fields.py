@@ -154,7 +154,12 @@ def reporters(value: Any) -> Any:
 
 
 def optimizer_named(value: Any) -> Any:
-    """Map TrainingArguments' names of fused torch AdamW and of 8-bit bitsandbytes AdamW to ours."""
+    """Map TrainingArguments' names of fused torch AdamW and of 8-bit bitsandbytes AdamW to ours, and refuse with a reason what is not offered."""
+    if isinstance(value, str) and value.startswith(("galore_", "apollo_")):
+        raise ValueError(
+            "GaLore and APOLLO are not offered: no library that the toolkit keeps has them, and they project whole matrices, which ZeRO and FSDP2 cut; "
+            "LoRA, `muon`, `adafactor` or `adamw_8bit` need less memory, too"
+        )
     return _OPTIMIZERS.get(value, value) if isinstance(value, str) else value
 
 

@@ -241,11 +241,14 @@ def _long_problems(store: TokenStore, part: Part, sequence_length: int) -> list[
 def _size_problems(dataset: PackedDataset, data: Data, *, part: str, needed: int) -> list[Problem]:
     report = dataset.report
     if report.dropped_sequences and not report.sequences:
+        roles = None if isinstance(data.loss_on, str) else ", ".join(data.loss_on)
         message = (
-            f"{part}: data.loss_on={data.loss_on} leaves no token in the loss in {report.documents} documents of rows "
+            f"{part}: data.loss_on={roles or data.loss_on} leaves no token in the loss in {report.documents} documents of rows "
             f"of train.sequence_length={dataset.sequence_length}"
         )
         fix = "Raise train.sequence_length above the longest prompt, or set data.loss_on to all"
+        if roles is not None:
+            fix = f"Name roles that messages have, such as assistant; else {fix[0].lower()}{fix[1:]}"
         return [Problem(code="DATA_NO_TARGETS", key="data.loss_on", message=message, fix=fix)]
     if report.sequences >= needed:
         return []
