@@ -36,7 +36,8 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
 
     Raises:
         PlanError: LORA_TARGETS if `lora.target_modules` matches nothing that can be adapted; LORA_SAVE if
-            `lora.modules_to_save` matches nothing; LORA_PATTERN if an entry of a pattern does; LORA_DROPOUT_EXPERTS for dropout on stacked experts.
+            `lora.modules_to_save` matches nothing; LORA_PATTERN if an entry of a pattern does; LORA_DROPOUT_EXPERTS for
+            dropout on stacked experts.
 
     Source:
         arXiv 2106.09685; peft tuners/lora.
