@@ -93,8 +93,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("save-tensor")
 
 
-# By default weights and adapters, and two and four tensor ranks.
-DEFAULT = ("zero-3", "lora-3")
+# By default weights over two tensor ranks.
+DEFAULT = ("zero-3",)
 EACH = [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.full) for name in CASES]
 
 

@@ -261,10 +261,10 @@ TOO_SMALL = ("cluster.gpu=t4-16gb", "train.precision=fp16")
     "options",
     [
         (),
-        ("--sweep", "zero_stage=0,2"),
         ("--compare", "zero0,zero2"),
-        ("--compare", "zero0-offload"),
-        ("--gpus", "t4-16gb"),
+        pytest.param(("--sweep", "zero_stage=0,2"), marks=pytest.mark.full),
+        pytest.param(("--compare", "zero0-offload"), marks=pytest.mark.full),
+        pytest.param(("--gpus", "t4-16gb"), marks=pytest.mark.full),
     ],
 )
 def test_nothing_that_fits_is_exit_code_1_whatever_is_asked(capsys, options):

@@ -138,6 +138,7 @@ def train_all(rank: int, plans: dict[str, Plan]) -> dict[str, Any]:
 REST = {
     "zero 0",
     "zero 1",
+    "zero 2 rowwise",
     "zero 2 checkpointing",
     "zero 3 checkpointing",
     "zero 2 lora",

@@ -69,7 +69,7 @@ def cases() -> dict[str, Case]:
     made: dict[str, Case] = {}
     for strategy, of in STRATEGIES.items():
         of = {"strategy": strategy, **of}
-        made[f"qlora {strategy}"] = Case(train=ADAM | QLORA, steps=10, **of, **CLOSE)
+        made[f"qlora {strategy}"] = Case(train=ADAM | QLORA, steps=4, **of, **CLOSE)
         made[f"bf16 {strategy}"] = Case(train=ROUNDED, steps=6, **of, **IN_BF16)
         made[f"loftq {strategy}"] = Case(train=LORA | LOFTQ | {"max_grad_norm": 0.03}, steps=4, **of, **CLOSE)
         made[f"compiled {strategy}"] = Case(train=SGD | QLORA | {"learning_rate": 0.2} | COMPILED, **of)
@@ -100,7 +100,7 @@ def of_bitsandbytes() -> dict[str, Case]:
     train = ADAM | {"optimizer": "adamw_8bit", "learning_rate": 3e-3}
     made = {}
     for name, of in {"ddp": {"strategy": "ddp"}, "zero 0": {"stage": 0}}.items():
-        made[f"8 bit {name}"] = Case(train=train, steps=10, config=WIDE, **of, tolerance=1e-4, weight_tolerance=1e-3)
+        made[f"8 bit {name}"] = Case(train=train, steps=4, config=WIDE, **of, tolerance=1e-4, weight_tolerance=1e-3)
     apart = {f"zero {stage}": {"stage": stage} for stage in (1, 2, 3)} | {
         "tensor": {"stage": 2, "tensor": 2, "data": 1},
         "pipeline": {"stage": 1, "pipeline": 2, "data": 1},
@@ -121,7 +121,7 @@ def of_matrices() -> dict[str, Case]:
     """Adafactor, and Muon, whose iteration is in bf16: of shards its sums have another order."""
     adafactor, muon = ({"optimizer": name, "learning_rate": 1e-2} for name in ("adafactor", "muon"))
     rounded = {"tolerance": 1e-3, "weight_tolerance": 1e-2}
-    made = {f"muon {each}": Case(train=ADAM | muon, steps=6, strategy=each, **rounded) for each in ("ddp", "fsdp2")}
+    made = {f"muon {each}": Case(train=ADAM | muon, steps=4, strategy=each, **rounded) for each in ("ddp", "fsdp2")}
     made["muon lora"] = Case(train=ADAM | ADAPTERS | muon | {"max_grad_norm": 0.1}, steps=6, strategy="ddp", **rounded)
     begun = LORA | {"lora": LORA["lora"] | {"init_lora_weights": "pissa"}}
     made["pissa ddp"], made["pissa zero 2"] = Case(train=begun, strategy="ddp"), Case(train=begun, stage=2)
@@ -129,7 +129,7 @@ def of_matrices() -> dict[str, Case]:
     for strategy in ("ddp", "fsdp2"):
         made[f"schedule-free {strategy}"] = Case(train=ADAM | averaged, steps=10, strategy=strategy, **CLOSE)
     made["schedule-free lora"] = Case(train=ADAM | ADAPTERS | averaged, steps=6, strategy="fsdp2", **CLOSE)
-    made["adafactor ddp"] = Case(train=ADAM | adafactor, steps=10, strategy="ddp", **CLOSE)
+    made["adafactor ddp"] = Case(train=ADAM | adafactor, steps=4, strategy="ddp", **CLOSE)
     made["adafactor lora"] = Case(train=ADAM | ADAPTERS | adafactor, steps=10, strategy="ddp", **CLOSE)
     return made
 

@@ -33,7 +33,7 @@ from toolkit.engine.sharded_files import ENGINE_FILE
 from toolkit.errors import CheckpointError, PlanError
 from toolkit.planning.plan import Plan
 
-STEPS, BEFORE, AFTER = 6, 2, 2
+STEPS, BEFORE, AFTER = 4, 2, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "ddp": {
         "bucket_cap_mb": 1,
@@ -88,6 +88,7 @@ REST = (
         "options ddp",
         "static graph ddp",
         "lora and head ddp",
+        "replicated fsdp2",
     ),
     *(name for name in CASES if name.startswith("compiled")),
 )
@@ -146,8 +147,8 @@ def save_and_resume(rank: int, plans: dict[str, Plan], folder: Path) -> dict[str
     return found
 
 
-SAVED = [("ddp", "full"), ("fsdp2", "full"), ("fsdp2", "lora"), ("offloaded", "full")]
-SAVED_TOO = ("ddp", "lora")
+SAVED = [("ddp", "full"), ("fsdp2", "full"), ("fsdp2", "lora")]
+SAVED_TOO = [("ddp", "lora"), ("offloaded", "full")]
 
 
 def save(folder: Path, *cases: tuple[str, str]) -> tuple[Path, dict[str, Any]]:
@@ -161,12 +162,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("strategy", "method"), [*SAVED, pytest.param(*SAVED_TOO, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("strategy", "method"), [*SAVED, *(pytest.param(*each, marks=pytest.mark.full) for each in SAVED_TOO)]
+)
 def test_resumes_exactly_and_exports_what_was_trained(
     strategy: str, method: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    saved_too = (strategy, method) == SAVED_TOO
-    folder, found = save(tmp_path / "saved", SAVED_TOO) if saved_too else request.getfixturevalue("saved")
+    case = (strategy, method)
+    folder, found = save(tmp_path / "saved", case) if case in SAVED_TOO else request.getfixturevalue("saved")
     name = f"{strategy}-{method}"
     own = found[name]
     assert own["resumed"] == own["straight"]

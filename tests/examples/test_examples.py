@@ -151,6 +151,7 @@ def trainer_run(workspace):
 
 
 @pytest.mark.gloo
+@pytest.mark.full
 def test_trainer_learns_and_saves(trainer_run):
     run, logs, own = trainer_run
     assert logs[9]["loss"] < logs[0]["loss"] - 0.5

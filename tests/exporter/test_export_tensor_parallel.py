@@ -66,9 +66,12 @@ ADAPTED: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     "lora-pretrained-z2": ("llama", 2, 2, LORA, {}),
     "lora-pretrained-z3": ("llama-tied", 2, 3, LORA, {}),
 }
-# By default each stage, precision, padding and number of ranks is met once, and fused, transposed and expert weights.
+# By default stages 1 to 3, each precision, padding and number of ranks is met once, and fused and transposed weights.
 REST = {
     *(
+        "llama-z0",
+        "phi3-z2",
+        "mixtral-z1",
         "llama-z1-bf16",
         "llama-tied-z1",
         "llama-tied-z3",

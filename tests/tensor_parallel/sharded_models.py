@@ -82,6 +82,8 @@ def pairs(num_ranks: int) -> list[Variant]:
 
 # Those whose layers are cut in ways of their own: biases, transposed and fused weights, a narrow embedding, two kinds of experts.
 DIFFER = ("llama", "gpt2", "falcon", "phi3", "opt", "olmoe", "qwen3_moe")
+# Of these over four ranks by default: key heads that ranks share, fused weights, and experts.
+DIFFER_OVER_FOUR = ("llama", "phi3", "qwen3_moe")
 
 
 def first_of_each(chosen: list[Variant]) -> list[Variant]:
@@ -90,9 +92,9 @@ def first_of_each(chosen: list[Variant]) -> list[Variant]:
 
 
 def by_default(num_ranks: int) -> list[Variant]:
-    """Llama with each number of key heads, one variant of every other architecture over two ranks, of those that differ over four."""
+    """Llama with each number of key heads, one variant of every other architecture over two ranks, of `DIFFER_OVER_FOUR` over four."""
     chosen = first_of_each(pairs(num_ranks))
-    others = [variant for variant in chosen if num_ranks == 2 or variant[0] in DIFFER]
+    others = [variant for variant in chosen if num_ranks == 2 or variant[0] in DIFFER_OVER_FOUR]
     return [variant for variant in pairs(num_ranks) if variant[0] == "llama" or variant in others]
 
 

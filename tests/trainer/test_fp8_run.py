@@ -44,19 +44,20 @@ def _run(root: Path, name: str, resume: str | None = None, stop_after: int | Non
         return error.codes
 
 
-def _in_parts(rank: int, root_name: str, stage: int) -> dict[str, Any]:
-    root, parallel = Path(root_name), {"zero_stage": stage}
-    return {
-        f"whole-{stage}": _run(root, f"whole-{stage}", parallel=parallel),
-        f"first-{stage}": _run(root, f"parts-{stage}", stop_after=3, parallel=parallel),
-        f"second-{stage}": _run(root, f"parts-{stage}", resume="checkpoint-3", parallel=parallel),
-    }
+def _in_parts(rank: int, root_name: str, stages: tuple[int, ...]) -> dict[str, Any]:
+    root, results = Path(root_name), {}
+    for stage in stages:
+        parallel = {"zero_stage": stage}
+        if stage != 2:
+            results[f"whole-{stage}"] = _run(root, f"whole-{stage}", parallel=parallel)
+        results[f"first-{stage}"] = _run(root, f"parts-{stage}", stop_after=3, parallel=parallel)
+        results[f"second-{stage}"] = _run(root, f"parts-{stage}", resume="checkpoint-3", parallel=parallel)
+    return results
 
 
 def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     root = Path(root_name)
-    results: dict[str, Any] = {}
-    results |= _in_parts(rank, root_name, 2)
+    results: dict[str, Any] = {"whole-2": _run(root, "whole-2", parallel={"zero_stage": 2})}
     results["bf16"] = _run(root, "bf16", stop_after=4, train={"precision": "bf16"})
     results["from-bf16"] = _run(root, "bf16", resume="checkpoint-4")
     results["fp32"] = _run(root, "whole-2", resume="checkpoint-4", train={"precision": "fp32"})
@@ -77,30 +78,36 @@ def results(root: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def of_stage_3(root: Path) -> dict[str, Any]:
-    return run_distributed(_in_parts, 2, str(root), 3)[0]
+def in_parts(root: Path, results: dict[str, Any]) -> dict[str, Any]:
+    """Runs that stopped and went on, and the whole one of stage 3."""
+    return results | run_distributed(_in_parts, 2, str(root), (2, 3))[0]
 
 
 @pytest.fixture
 def results_of(request: pytest.FixtureRequest, stage: int) -> dict[str, Any]:
-    return request.getfixturevalue("results" if stage == 2 else "of_stage_3")
+    return request.getfixturevalue("results" if stage == 2 else "in_parts")
 
 
 STAGES = [2, pytest.param(3, marks=pytest.mark.full)]
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_resumed_run_is_the_uninterrupted_one(root: Path, results_of: dict[str, Any], stage: int) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(root: Path, in_parts: dict[str, Any], stage: int) -> None:
     whole, parts = (curve(root / f"{name}-{stage}") for name in ("whole", "parts"))
     assert parts == whole
-    losses = [loss for loss, _, _ in whole.values()]
+    assert in_parts[f"second-{stage}"].step == 8
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_learns_in_fp8(root: Path, results_of: dict[str, Any], stage: int) -> None:
+    losses = [loss for loss, _, _ in curve(root / f"whole-{stage}").values()]
+    assert len(losses) == results_of[f"whole-{stage}"].step == 8
     assert losses[0] - losses[-1] > 0.05
-    assert results_of[f"second-{stage}"].step == 8
-    assert (
-        json.loads((root / f"whole-{stage}" / "checkpoint-8" / "plan.json").read_text())["settings"]["precision"]
-        == "fp8"
-    )
+    plan = json.loads((root / f"whole-{stage}" / "checkpoint-8" / "plan.json").read_text())
+    assert plan["settings"]["precision"] == "fp8"
 
 
 @pytest.mark.gloo

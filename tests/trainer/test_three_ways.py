@@ -74,18 +74,24 @@ def launch(ways: tuple[str, ...], folders: list[Path], start: list[str], listing
     assert done.returncode == 0, done.stderr[:1500] + done.stderr[-8000:]
 
 
-def train(sample: Any, root: Path, cases: list[tuple[int, str]]) -> dict[tuple[int, str], Any]:
-    """By stage and precision: the plan, its folder, and the report of each way."""
+def train(
+    sample: Any, root: Path, cases: list[tuple[int, str]], *, own_launcher: bool = False
+) -> dict[tuple[int, str], Any]:
+    """By stage and precision: the plan, its folder, and the report of each way.
+
+    Accelerate's own launcher starts its runs if that is asked for; else torchrun does, with the environment that it would give them.
+    """
     plans = {}
     for stage, precision in cases:
         folder = root / f"zero{stage}-{precision}"
         plans[folder] = make_plan(sample, stage, precision, folder)
         tk.emit(plans[folder], folder / "emitted")
     torchrun = ["torchrun", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    launch(("toolkit", "trainer"), list(plans), torchrun, root / "torchrun.json")
-    config = str(next(iter(plans)) / "emitted" / "accelerate.yaml")
-    start = ["accelerate", "launch", "--config_file", config, "--main_process_port", str(free_port())]
-    launch(("accelerate",), list(plans), start, root / "accelerate.json")
+    launch(("toolkit", "trainer") if own_launcher else WAYS, list(plans), torchrun, root / "torchrun.json")
+    if own_launcher:
+        config = str(next(iter(plans)) / "emitted" / "accelerate.yaml")
+        start = ["accelerate", "launch", "--config_file", config, "--main_process_port", str(free_port())]
+        launch(("accelerate",), list(plans), start, root / "accelerate.json")
     reports = [{way: json.loads((folder / way / "report.json").read_text()) for way in WAYS} for folder in plans]
     return dict(zip(cases, zip(plans.values(), plans, reports, strict=True), strict=True))
 
@@ -97,7 +103,7 @@ def cases(sample, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rest(sample, tmp_path_factory):
-    return train(sample, tmp_path_factory.mktemp("rest"), REST)
+    return train(sample, tmp_path_factory.mktemp("rest"), REST, own_launcher=True)
 
 
 @pytest.fixture(

@@ -21,15 +21,11 @@ LIKE_OTHERS = (
 )
 QUICK = [
     *((name, way) for name, way in WAY_OF.items() if name not in LIKE_OTHERS),
-    ("llama", "half of the layers checkpointed"),
     ("llama", "every second layer"),
     ("llama", "linear and attention kept"),
     ("llama", "inputs on the host"),
     ("llama", "LoRA with checkpointing"),
-    ("llama", "padded"),
     ("llama", "chunked loss"),
-    ("llama", "Liger's loss"),
-    ("llama", "separated flash"),
 ]
 REST = [(name, way) for name in CONFIGS for way in WAYS if (name, way) not in QUICK]
 
