@@ -65,8 +65,11 @@ def test_old_prices_are_told_by_provider(listed):
     assert known.notes(known.newest) == [
         "prices of Mine were read on 2026-01-01, 304 days ago: look them up before renting"
     ]
-    assert known.notes(known.oldest + timedelta(days=OLD_AFTER_DAYS)) == []
+    single = known.offers[1:]
+    assert known.notes(known.oldest + timedelta(days=OLD_AFTER_DAYS), single) == []
     assert known.dated.endswith("read 2026-01-01 to 2026-11-01")
+    day_before = known.newest - timedelta(days=1)
+    assert known.notes(day_before)[0] == "prices of Mine are dated 2026-11-01, which is to come: check their date"
 
 
 def test_a_list_is_read_from_an_address(listed):
@@ -157,6 +160,12 @@ def test_the_command_lists_offers_as_table_and_json(capsys, listed):
     row = next(line for line in shown.splitlines() if " box " in line)
     assert row.split() == ["h100-sxm-80gb", "Mine", "box", "1–8", "1600", "–", "16.00", "2.00", "8.00", "2026-11-01"]
     assert "prices of Mine were read on 2026-01-01" in shown
+    assert main(["gpus", "--prices", str(listed)]) == 0  # as `toolkit plan` spells it
+    assert capsys.readouterr().out == shown
+    assert main(["gpus", "--prices", "h1000"]) == 2
+    assert "[GPU_UNKNOWN]" in capsys.readouterr().err
+    assert main(["gpus", "--prices", "lists/mine.yaml"]) == 2
+    assert "[PRICES_UNREADABLE]" in capsys.readouterr().err
     assert main(["gpus", "h100-sxm-80gb", "--prices", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {offer["gpu"] for offer in found["offers"]} == {"h100-sxm-80gb"}

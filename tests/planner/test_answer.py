@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import re
 
 import pytest
 
@@ -133,6 +134,10 @@ def test_a_limit_that_no_plan_keeps_names_the_cheapest_and_the_fastest(answer, l
     assert refused.value.codes == (code,)
     assert "the cheapest plan is" in str(refused.value)
     assert answer.rows[0].option.cluster.name in str(refused.value)
+    if "budget_usd" in limits:  # the budget that it names is enough, in whole cents
+        named = re.search(r"Raise it to ([\d.]+)", str(refused.value))
+        assert named
+        limited(answer, budget_usd=float(named[1]))
     h100 = [option for option in answer.found.options if option.cluster.gpu.name != "l4-24gb"]
     with pytest.raises(PlanError, match="none with l4-24gb: "):
         limited(dataclasses.replace(answer, found=replace_found(answer.found, h100)), **limits)

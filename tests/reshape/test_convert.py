@@ -90,6 +90,9 @@ def test_the_command_says_what_it_wrote(root: Path, tmp_path: Path, capsys: pyte
     assert found["largest_bytes"] == 4 * 64 * 16
     assert main(["checkpoint", "convert", str(root / "stages"), str(out), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "EXPORT_EXISTS"
+    (tmp_path / "file").write_text("mine")
+    assert main(["checkpoint", "convert", str(root / "stages"), str(tmp_path / "file")]) == 2
+    assert "exists and is no folder" in capsys.readouterr().err
     assert main(["checkpoint", "inspect", str(out), "--json"]) == 0
     assert any("on any ranks and with any strategy" in text for text in json.loads(capsys.readouterr().out)["loads"])
 
@@ -106,6 +109,9 @@ def test_it_replaces_no_folder_that_holds_the_checkpoint(root: Path) -> None:
         with pytest.raises(CheckpointError, match="the checkpoint itself") as caught:
             convert(root / "stages", target, overwrite=True)
         assert caught.value.codes == ("EXPORT_EXISTS",)
+    with pytest.raises(CheckpointError, match="is not added to"):
+        convert(root / "stages", root / "stages" / "portable")
+    assert not (root / "stages" / "portable").exists()
     verify(root / "stages")
 
 

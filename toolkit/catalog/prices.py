@@ -158,7 +158,7 @@ class PriceList:
         return tuple(offer for offer in self.offers if offer.offer.gpu == gpu)
 
     def notes(self, today: datetime.date, offers: Iterable[PricedOffer] | None = None) -> list[str]:
-        """Return one line for each provider whose prices are old, the oldest first.
+        """Return one line for each provider whose prices are old, the oldest first, before them those dated after today.
 
         Args:
             today: The day to compare with.
@@ -168,9 +168,16 @@ class PriceList:
         for offer in self.offers if offers is None else offers:
             if offer.age_days(today) > OLD_AFTER_DAYS:
                 oldest[offer.provider] = min(offer.date, oldest.get(offer.provider, offer.date))
+        ahead = {offer.provider: offer.date for offer in self.offers if offer.date > today}
         return [
-            f"prices of {provider} were read on {day}, {(today - day).days} days ago: look them up before renting"
-            for provider, day in sorted(oldest.items(), key=lambda item: item[1])
+            *(
+                f"prices of {provider} are dated {day}, which is to come: check their date"
+                for provider, day in ahead.items()
+            ),
+            *(
+                f"prices of {provider} were read on {day}, {(today - day).days} days ago: look them up before renting"
+                for provider, day in sorted(oldest.items(), key=lambda item: item[1])
+            ),
         ]
 
 

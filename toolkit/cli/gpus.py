@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from toolkit.cli.options import JsonOption
 from toolkit.cli.output import new_table, print_fields, print_json, print_table
+from toolkit.errors import SpecError
 
 if TYPE_CHECKING:
     from toolkit.catalog.gpus import Gpu
@@ -21,7 +23,13 @@ def register(app: typer.Typer) -> None:
 
 def gpus(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show one card with its sources.")] = None,
-    prices: Annotated[bool, typer.Option("--prices", help="List what the cards cost an hour, and where.")] = False,
+    prices: Annotated[
+        bool,
+        typer.Option(
+            "--prices",
+            help="List what the cards cost an hour, and where; then [NAME] may be a list as for --prices-from.",
+        ),
+    ] = False,
     prices_from: Annotated[
         str | None,
         typer.Option("--prices-from", metavar="FILE_OR_URL", help="Prices of your own, in the form of configs/prices."),
@@ -42,6 +50,8 @@ def gpus(
     from toolkit.catalog.gpus import find_in, load_catalogue
 
     catalogue = load_catalogue()
+    if prices and prices_from is None and name is not None and not _is_card(catalogue, name) and _is_list(name):
+        name, prices_from = None, name  # `--prices FILE`, as `toolkit plan` spells it
     shown = list(catalogue.values()) if name is None else [find_in(catalogue, name)]
     if prices or prices_from is not None:
         _show_prices(None if name is None else shown[0].name, prices_from, as_json=as_json)
@@ -51,6 +61,20 @@ def gpus(
         _print_all(shown)
     else:
         _print_one(shown[0])
+
+
+def _is_card(catalogue: dict[str, Gpu], name: str) -> bool:
+    from toolkit.catalog.gpus import find_in
+
+    try:
+        return bool(find_in(catalogue, name))
+    except SpecError:
+        return False
+
+
+def _is_list(name: str) -> bool:
+    """Return whether a name is an address or a path rather than a misspelt card."""
+    return "/" in name or name.endswith((".yaml", ".yml", ".json")) or Path(name).exists()
 
 
 def _show_prices(gpu: str | None, where: str | None, *, as_json: bool) -> None:

@@ -155,8 +155,15 @@ def check_apart(source: Path, target: Path) -> None:
     """Refuse to write over what is read: `staged_folder` replaces all that is in its target.
 
     Raises:
-        CheckpointError: EXPORT_EXISTS, if `target` is `source` or contains it.
+        CheckpointError: EXPORT_EXISTS, if `target` is `source`, contains it or lies in it.
     """
+    if target.resolve() != source.resolve() and target.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError.of(
+            code="EXPORT_EXISTS",
+            key=str(target),
+            message=f"{target} lies in {source}, the checkpoint itself, which is not added to",
+            fix="Name another folder",
+        )
     if source.resolve().is_relative_to(target.resolve()):
         raise CheckpointError.of(
             code="EXPORT_EXISTS",
@@ -164,6 +171,23 @@ def check_apart(source: Path, target: Path) -> None:
             message=f"{target} contains {source}, the checkpoint itself, which would be replaced",
             fix="Name another folder",
         )
+
+
+def check_free(target: Path, *, overwrite: bool) -> None:
+    """Refuse to replace what is at `target`, unless it is an empty folder or may be overwritten.
+
+    Raises:
+        CheckpointError: EXPORT_EXISTS, if something is there and `overwrite` is false.
+    """
+    if overwrite or not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
+        return
+    what = "exists and is not empty" if target.is_dir() else "exists and is no folder"
+    raise CheckpointError.of(
+        code="EXPORT_EXISTS",
+        key=str(target),
+        message=f"{target} {what}",
+        fix="Name a new folder, or pass overwrite=True (--overwrite) to replace it",
+    )
 
 
 @contextlib.contextmanager
@@ -176,13 +200,7 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     host = socket.gethostname()
     _remove_abandoned(target, host)
-    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError.of(
-            code="EXPORT_EXISTS",
-            key=str(target),
-            message=f"{target} exists and is not empty",
-            fix="Name a new folder, or pass overwrite=True (--overwrite) to replace it",
-        )
+    check_free(target, overwrite=overwrite)
     staged = target.with_name(f".{target.name}.partial-{host}-{os.getpid()}")
     replaced = target.with_name(f".{target.name}.replaced-{host}-{os.getpid()}")
     try:

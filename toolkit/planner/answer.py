@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import PlanError, SpecError
-from toolkit.planner.lines import describe_layout, format_hours, format_usd
+from toolkit.planner.lines import describe_layout, enough_usd, format_hours, format_usd
 from toolkit.planner.options import Found, Option, pareto_front, raise_if_invalid, recommend, within_limits
 from toolkit.planner.question import Question
 from toolkit.planner.rates import scaling_rules
@@ -352,7 +352,7 @@ def _beyond_limits(question: Question, found: Found) -> PlanError:
             code="PLAN_BUDGET",
             key="--budget-usd",
             message=f"budget_usd={budget:g} is below any plan for {question.total_tokens:,.0f} tokens: {facts}",
-            fix=f"Raise it to {format_usd(cheapest.usd)}, train on fewer tokens, or rent spot machines with --spot",
+            fix=f"Raise it to {enough_usd(cheapest.usd)}, train on fewer tokens, or rent spot machines with --spot",
         )
     what = f"deadline_hours={deadline:g}" + ("" if budget is None else f" with budget_usd={budget:g}")
     return PlanError.of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 
@@ -43,6 +44,18 @@ def format_usd(usd: float | None) -> str:
     if usd is None:
         return "–"
     return f"{usd:,.0f}" if usd >= 1000 else f"{usd:.2f}"
+
+
+def enough_usd(usd: float | None) -> str:
+    """Return the least budget, in cents or whole dollars, that a price keeps: rounded up, where `format_usd` may round down.
+
+    >>> enough_usd(12.341), enough_usd(12.34), enough_usd(1234.2)
+    ('12.35', '12.34', '1235')
+    """
+    if usd is None:
+        return "–"
+    steps = 1 if usd >= 1000 else 100
+    return f"{math.ceil(round(usd * steps, 6)) / steps:.{0 if steps == 1 else 2}f}"
 
 
 def counted(number: float, noun: str) -> str:

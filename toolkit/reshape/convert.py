@@ -25,7 +25,7 @@ from toolkit.checkpoint.state import State, saved_plan
 from toolkit.engine.sharded_files import ENGINE_FILE, OPTIMIZER, WEIGHT, EngineRecord
 from toolkit.errors import CheckpointError, Problem
 from toolkit.exporter.adapter import Weights
-from toolkit.exporter.writer import Entry, ShardWriter, check_apart, staged_folder
+from toolkit.exporter.writer import Entry, ShardWriter, check_apart, check_free, staged_folder
 from toolkit.io import open_plain, sync_folder, write_text
 from toolkit.planning.plan import Plan
 from toolkit.reshape.saved import SavedState, open_saved
@@ -85,6 +85,7 @@ def convert(
     """
     source, target = Path(checkpoint), Path(output_dir).absolute()
     check_apart(source, target)
+    check_free(target, overwrite=overwrite)
     manifest = verify(source)
     state, plan = State.load(source), saved_plan(source)
     _check_exact(source, plan)
