@@ -196,6 +196,8 @@ BROKEN = [
     ("BATCH_EQUATION", "train.train_batch_size", "7", {"train": {"train_batch_size": 7}}),
     ("DEEPSPEED_REMOVED", "deepspeed.amp", "removed", {"deepspeed": {"amp": {"enabled": False}}}),
     ("DEEPSPEED_REMOVED", "deepspeed.zero_optimization.mics_shard_size", "removed", {"deepspeed": zero_keys(mics_shard_size=2)}),
+    ("STRATEGY_KEY", "deepspeed.gradient_clipping", "a key of DeepSpeed", {"parallel": {"strategy": "fsdp2"}, "deepspeed": {"gradient_clipping": 1.0}}),
+    ("STRATEGY_UNSUPPORTED", "train.gradient_accumulation_dtype", "in their own dtype", {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"strategy": "ddp"}}),
     ("DEEPSPEED_SET_ELSEWHERE", "deepspeed.optimizer", "set elsewhere", {"deepspeed": {"optimizer": {"params": {"lr": "auto"}}}}),
     ("DEEPSPEED_SET_ELSEWHERE", "deepspeed.zero_optimization.stage", "set elsewhere", {"deepspeed": zero_keys(stage="auto")}),
     ("DEEPSPEED_SET_ELSEWHERE", "deepspeed.bf16.enabled", "set elsewhere", {"deepspeed": {"bf16": {"enabled": True}}}),

@@ -138,6 +138,8 @@ def saved_behind(draft: UncheckedPlan) -> Iterator[Problem]:
 def accumulation_dtype(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require that gradients accumulate in the training precision, or under ZeRO in fp32."""
     settings = draft.settings
+    if draft.job.parallel.strategy != "zero":  # another rule has that of the others
+        return
     dtype, precision, own = settings.gradient_accumulation_dtype, settings.precision, settings.dtype
     if dtype not in (own, "fp32"):
         yield Problem(
