@@ -164,11 +164,12 @@ class PriceList:
             today: The day to compare with.
             offers: Offers to look at; all if None.
         """
+        shown = self.offers if offers is None else tuple(offers)
+        ahead = {offer.provider: offer.date for offer in shown if offer.date > today}
         oldest: dict[str, datetime.date] = {}
-        for offer in self.offers if offers is None else offers:
+        for offer in shown:
             if offer.age_days(today) > OLD_AFTER_DAYS:
                 oldest[offer.provider] = min(offer.date, oldest.get(offer.provider, offer.date))
-        ahead = {offer.provider: offer.date for offer in self.offers if offer.date > today}
         return [
             *(
                 f"prices of {provider} are dated {day}, which is to come: check their date"

@@ -392,14 +392,12 @@ def convert_command(
     from rich.progress import Progress
 
     from toolkit.cli.export import load_exporter, parse_size
-    from toolkit.modeling.lean_imports import quick_imports
     from toolkit.trainer.progress import SteadyConsole
 
-    size, source = parse_size(max_file_size), _checkpoint(checkpoint)
-    with quick_imports():
-        load_exporter()
-        from toolkit.reshape.convert import convert
-    console = SteadyConsole(stderr=True)
+    size, console, source = parse_size(max_file_size), SteadyConsole(stderr=True), _checkpoint(checkpoint)
+    load_exporter()
+    from toolkit.reshape.convert import convert
+
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
         task = bar.add_task("tensors", total=None)
         done = convert(
