@@ -19,7 +19,7 @@ sys.dont_write_bytecode = False
 
 # Files that take more than 9 s, the longest first.
 LONGEST = (
-    *("cli/test_train", "cli/test_estimate", "memory/trace/test_run", "reshape/test_fill", "house/test_house"),
+    *("cli/test_train", "cli/test_estimate", "memory/trace/test_run", "reshape/test_fill"),
     *("examples/test_examples", "trainer/test_loop", "engine/test_pipeline_engine", "exporter/test_export"),
     *(
         "tensor_parallel/test_tables",

@@ -388,7 +388,7 @@ def held_states(rank: int, plans: dict[str, Plan]) -> dict[str, int]:
 @pytest.mark.gloo
 def test_the_estimate_counts_the_states_that_optimizers_have() -> None:
     names = ("adamw_torch", "adafactor", "muon", "lion", "sgd")
-    pairs = [(name, precision) for name in names for precision in ("fp32", "bf16")]
+    pairs = [*((name, "fp32") for name in names), ("adamw_torch", "bf16"), ("adafactor", "bf16")]
     plans = {
         f"{name} {precision}": tiny_plan(
             ranks=1,

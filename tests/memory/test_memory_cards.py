@@ -23,7 +23,7 @@ PHASES = ("init", "forward", "backward", "step")
 
 # Traces take most of the time: a larger batch of a model, a whole model whose layers are like another's, or another way to train it,
 # is `full` where like ones are not.
-WHOLE = ("whole-llama-1b-zero2", "whole-gpt2")
+WHOLE = ("whole-llama-1b-zero2",)
 LIKE_OTHERS = {
     *(
         "llama-long-zero3",
@@ -36,13 +36,14 @@ LIKE_OTHERS = {
     *("gemma2-zero2", "lora-zero3", "mistral-window-zero2", "eager-zero1-2", "falcon-zero2", "olmo2-zero3"),
     *("ddp-accumulation-2", "opt-fp16-zero1-2", "llama-3b-zero3-2", "gemma3-zero2", "gpt-oss-zero2"),
     *("mixtral-zero3", "chunked-zero3-2", "phi3-zero1"),
+    *("chunked-gemma2-zero1", "opt-fp16-zero1", "lora-zero3-2"),
 }
 QUICK = {
     name
     for name in FREE
     if (not name.startswith(("large-", "kept-", "whole-")) and name not in LIKE_OTHERS)
     or name.startswith(WHOLE)
-    or name in ("large-accumulation-zero1", "kept-qwen3-moe-zero3")
+    or name == "large-accumulation-zero1"
 }
 
 
@@ -64,7 +65,7 @@ def test_the_peak_is_that_of_the_card(reports, name):
     assert reports[name].peak_allocated_bytes == pytest.approx(peak(FREE[name]), rel=0.006)
 
 
-@pytest.mark.parametrize(("names", "least"), [(QUICK, 25), pytest.param(FREE, 60, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("names", "least"), [(QUICK, 20), pytest.param(FREE, 60, marks=pytest.mark.full)])
 def test_half_of_the_peaks_are_within_a_hundredth_of_a_percent(reports, names, least):
     errors = [abs(reports[name].peak_allocated_bytes / peak(FREE[name]) - 1) for name in names]
     assert len(errors) > least

@@ -187,6 +187,7 @@ def test_advice_offers_twice_the_tensor_ranks_and_keeps_the_global_batch():
     assert case.changed(gpus.values).plan().settings.batch.train == plan.settings.batch.train
 
 
+@pytest.mark.full
 def test_advice_offers_tensor_ranks_where_only_more_cards_would_do(estimator):
     train = {"gradient_checkpointing": True, "per_device_train_batch_size": 1, "sequence_length": 16_384}
     case = case_of(gpus=4, tensor=1, stage=3, **train)

@@ -98,8 +98,10 @@ def test_the_active_experts_alone_compute():
     "setting",
     [
         SETTING._replace(micro=2, accumulation=4, checkpointing=0.0, loss="full"),
-        SETTING._replace(micro=4, accumulation=2, checkpointing=1.0, loss="full"),
-        SETTING._replace(micro=8, accumulation=1, checkpointing=0.5, loss="chunked"),
+        pytest.param(SETTING._replace(micro=4, accumulation=2, checkpointing=1.0, loss="full"), marks=pytest.mark.full),
+        pytest.param(
+            SETTING._replace(micro=8, accumulation=1, checkpointing=0.5, loss="chunked"), marks=pytest.mark.full
+        ),
         SETTING._replace(micro=8, accumulation=1, checkpointing=0.0, loss="liger", kernels="liger"),
         SETTING._replace(micro=4, accumulation=2, checkpointing=0.0, stage=3, offload="optimizer-cpu"),
     ],

@@ -80,7 +80,11 @@ def test_names_of_strangers_are_text(answer):
 
 
 @needs_browser
-@pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True)], ids=["phone, light", "desk, dark"])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [(390, False), pytest.param(1280, True, marks=pytest.mark.full)],
+    ids=["phone, light", "desk, dark"],
+)
 def test_the_page_in_a_browser(page, tmp_path, width, dark):
     with open_page(page, tmp_path, width=width, dark=dark) as shown:
         assert shown.run("document.documentElement.scrollWidth") <= width

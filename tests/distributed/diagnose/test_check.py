@@ -128,7 +128,9 @@ def leave_out(rank: int, folder: str, what: str) -> None:
     [
         # In gloo a gather, which all ranks wait for; the neighbour of the rank that left it out is told first.
         ("all-gather", "rank 2 waits in all-gather of tp (ranks 2-3) for rank 3 (in tp "),
-        ("start", "ranks 0-2 wait in start of world (ranks 0-3) for rank 3 (not started)"),
+        pytest.param(
+            "start", "ranks 0-2 wait in start of world (ranks 0-3) for rank 3 (not started)", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_rank_that_stays_away_is_named_by_all(tmp_path: Path, what: str, expected: str) -> None:

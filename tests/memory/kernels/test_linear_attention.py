@@ -18,7 +18,7 @@ CASES = {case["id"]: case for case in read_cases(CARDS / "host_cases.yaml") if c
 RUNS = host_runs()
 # Their scan is a loop over tokens, whose trace takes half a minute; an addition that autograd does in place on a card is not there.
 LOOPS = {"slow-mamba", "slow-jamba"}
-QUICK = {"slow-falcon-h1", "slow-qwen3-next"}
+QUICK = {"slow-qwen3-next"}
 contracts = pytest.mark.skipif(
     not Software.here().contracts_chunks, reason="this transformers multiplies chunks out, and a trace runs its code"
 )

@@ -168,7 +168,7 @@ def test_no_trace_is_made_where_the_step_makes_the_peak(train):
     [
         pytest.param("llama-3.1-8b", "h200-sxm-141gb", "full", marks=pytest.mark.full),
         ("llama-3.1-8b", "rtx-4090-24gb", "lora"),
-        ("qwen3-0.6b", "t4-16gb", "full"),
+        pytest.param("qwen3-0.6b", "t4-16gb", "full", marks=pytest.mark.full),
     ],
 )
 def test_the_stage_that_a_single_card_gets_is_the_one_that_needs_least(model, gpu, method):

@@ -51,7 +51,9 @@ def children() -> set[int]:
     return set(map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()))
 
 
-@pytest.mark.parametrize("changes", [{}, {"train.method": "lora"}, PIPELINE], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"train.method": "lora"}, marks=pytest.mark.full), PIPELINE], ids=str
+)
 def test_another_process_finds_what_this_one_finds(elsewhere: TracingElsewhere, changes: dict[str, Any]) -> None:
     plan, lines = case_of(**changes).plan(), []
     found = elsewhere.ranks(plan, CHANGES, notify=lambda: lines.append("tracing"))
@@ -83,7 +85,7 @@ def test_a_plan_is_plain_without_adapters_the_compiler_and_code_of_its_own() -> 
     assert not any(is_plain(case_of(**each).plan()) for each in changes)
 
 
-@pytest.mark.parametrize("changes", [{}, PIPELINE], ids=str)
+@pytest.mark.parametrize("changes", [{}, pytest.param(PIPELINE, marks=pytest.mark.full)], ids=str)
 def test_a_trace_that_fails_elsewhere_fails_as_here(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, hidden: hidden[hidden.sum(-1) > 0])
     elsewhere, case = TracingElsewhere(TraceProcess(answer_questions)), case_of(**changes)
@@ -143,7 +145,7 @@ def test_a_command_leaves_no_process_and_imports_no_torch_itself(tmp_path: Path)
     assert run.stderr.splitlines()[-1] == f"left: '', torch: {len(os.sched_getaffinity(0)) == 1}"
 
 
-@pytest.mark.parametrize("whom", ["all", "the command alone"])
+@pytest.mark.parametrize("whom", ["all", pytest.param("the command alone", marks=pytest.mark.full)])
 def test_ctrl_c_leaves_no_process(tmp_path: Path, whom: str) -> None:
     if len(os.sched_getaffinity(0)) == 1:
         pytest.skip("the command makes its traces itself")
