@@ -390,6 +390,10 @@ def test_what_a_plan_must_share(results: list[dict[str, Any]], root: Path, name:
     if codes != ("CHECKPOINT_MODEL",):
         assert "warm-start from the export" in problems[0].fix
         assert f"toolkit export {root / 'zero-2'}" in problems[0].fix
+    else:  # both values, and what leaves the checkpoint alone
+        (key, value) = next(iter(options["config"].items()))
+        assert re.search(rf"{key} \d+ → {value}\b", problems[0].message)
+        assert "leave out --resume" in problems[0].fix
 
 
 def test_what_may_change(results: list[dict[str, Any]], root: Path) -> None:

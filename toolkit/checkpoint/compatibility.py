@@ -12,7 +12,7 @@ from toolkit.checkpoint.manifest import is_shard, verify
 from toolkit.checkpoint.resume_rules import KEEPING_HOOKS, RULES, Rule
 from toolkit.checkpoint.state import State, saved_plan, step_problems
 from toolkit.deepspeed_spec.nested import leaf_values
-from toolkit.errors import CheckpointError, Problem, raise_all
+from toolkit.errors import CheckpointError, Problem, raise_all, shortened
 from toolkit.planning.plan import Plan
 
 _DEEPSPEED = "deepspeed."
@@ -94,12 +94,17 @@ def layout_problems(plan: Plan, saved: Plan, folder: Path, *, convert: bool = Tr
             for key in {*plan.model.config, *saved.model.config}
             if plan.model.config.get(key) != saved.model.config.get(key)
         )
+        now, then = plan.model.config, saved.model.config
+        values = [
+            f"{key} {shortened(_shown(then.get(key)))} → {shortened(_shown(now.get(key)))}" for key in changed[:8]
+        ]
+        more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
         problems.append(
             Problem(
                 code="CHECKPOINT_MODEL",
                 key="model",
-                message=f"{folder} has another model: {', '.join(changed)} differ",
-                fix=f"Set model to {saved.model.name}, or train into another output_dir",
+                message=f"{folder} has another model: {', '.join(values)}{more}",
+                fix=f"Set model to {saved.model.name}, or leave out --resume and train into another output_dir",
             )
         )
     return problems
