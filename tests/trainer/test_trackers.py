@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -78,6 +79,9 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest
     stand_in = Wandb(fails_at=2)
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     monkeypatch.setitem(sys.modules, "mlflow", None)  # its import raises
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
     said: list[str] = []
     trackers = Trackers(_plan(tmp_path, "mlflow", "wandb", "tensorboard"), {}, resumed_step=0, say=said.append)
     for step in (1, 2, 3):
@@ -85,6 +89,8 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest
     trackers.close()
     assert len(said) == 2
     assert "report_to=mlflow is given up" in said[0]
+    waits = [os.environ[f"MLFLOW_HTTP_REQUEST_{name}"] for name in ("TIMEOUT", "MAX_RETRIES")]
+    assert waits == ["5", "2"], "the user's own, and few where there is none"
     assert said[1].endswith("report_to=wandb is given up for this session: ConnectionError: no way to the host")
     assert stand_in.logged == [(1, {"train/loss": 1.0})]
     assert list((tmp_path / "tensorboard").iterdir())

@@ -17,6 +17,10 @@ from toolkit.planning.plan import Plan
 PROJECT = "accelerator-toolkit"
 _IDS = "trackers"
 
+# Retries and seconds of a request to a server that does not answer: with MLflow's own 7 and 120 (environment_variables.py) all ranks
+# would wait for minutes, or for longer than collectives do.
+_MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+
 
 class Trackers:
     """The trackers that a job reports to.
@@ -99,6 +103,8 @@ class Trackers:
                 **({"name": known, "resume": "allow"} if known else {}),
             )
         if name == "mlflow":
+            for variable, value in _MLFLOW_WAITS.items():
+                os.environ.setdefault(variable, value)
             return tracking.MLflowTracker(experiment_name=PROJECT, run_id=known, run_name=run_name)
         return tracking.ClearMLTracker(
             PROJECT,
