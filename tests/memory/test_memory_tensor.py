@@ -44,7 +44,7 @@ FULL = [
     [
         ("llama", "plain", 4, {}),  # two ranks hold each key head
         ("llama", "LoRA with checkpointing", 2, {**LORA_ZERO3, "sequence_parallel": True}),  # norms frozen under hooks
-        ("qwen3_moe", "plain", 2, {"sequence_parallel": True}),
+        pytest.param("qwen3_moe", "plain", 2, {"sequence_parallel": True}, marks=pytest.mark.full),
         ("gpt2", "ZeRO-3", 2, {}),  # draws dropout for shards
         *(pytest.param(*values, marks=pytest.mark.full) for values in FULL),
     ],
@@ -57,7 +57,15 @@ def test_few_layers_give_what_all_give(name, way, tensor, options):
     assert held((*few.forward, *few.backward, *few.after)) == {}, "what a micro-batch allocates is gone after it"
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("llama", 2), ("llama", 4), ("gpt2", 4), ("mixtral", 2), ("opt", 2)])
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("llama", 2),
+        ("llama", 4),
+        ("mixtral", 2),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("gpt2", 4), ("opt", 2))),
+    ],
+)
 def test_the_shards_of_all_ranks_are_the_model(name, tensor):
     with torch.device("meta"):
         dense = AutoModelForCausalLM.from_config(config_of(name), attn_implementation="eager")
