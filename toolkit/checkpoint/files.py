@@ -238,8 +238,12 @@ def _memory(part: Tensor) -> memoryview:
 
 
 def _check(begin: int, end: int, piece: Future[int], part: memoryview) -> None:
-    """Compute the CRC-32 of a piece of a part."""
-    piece.set_result(zlib.crc32(part[begin:end]))
+    """Compute the CRC-32 of a piece of a part; who waits for it gets its error."""
+    try:
+        piece.set_result(zlib.crc32(part[begin:end]))
+    except BaseException as error:
+        piece.set_exception(error)
+        raise
 
 
 def _put(begin: int, count: int, make: Callable[[], bytes], start: int, part: memoryview) -> None:
