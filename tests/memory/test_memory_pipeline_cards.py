@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from card_runs import own_step  # noqa: F401  # a fixture
 
 import toolkit as tk
 from toolkit.catalog.models import read_catalogue_model

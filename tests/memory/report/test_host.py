@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from card_runs import CARDS, Reports, host_runs, quick  # which puts the benchmarks on the import path
+from card_runs import CARDS, Reports, host_runs, own_step, quick  # noqa: F401  # which puts the benchmarks on the import path
 
 from toolkit.memory.report.host import UNUSED, HostMemory, pinned
 from toolkit.units import GIB

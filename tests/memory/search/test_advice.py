@@ -151,7 +151,7 @@ def test_the_optimizer_on_the_cpu_is_offered_beside_all_on_the_cpu():
 )
 def test_no_trace_is_made_where_the_step_makes_the_peak(train):
     """What a batch takes is gone by then: none of the changes that need a trace changes that phase."""
-    case = case_of(train={"sequence_length": 64, **train})
+    case = case_of(ranks=1, train={"sequence_length": 64, **train})
     estimator, plan = Estimator(), case.plan()
     report = estimator.estimate(case)
     assert report.limiting_phase == "step"
