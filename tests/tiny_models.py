@@ -117,6 +117,7 @@ def whole_model(partitioned: PreTrainedModel) -> PreTrainedModel:
     import deepspeed
 
     whole = empty_model(partitioned.config, dtype=partitioned.dtype)
+    whole.tie_weights()  # `to_empty` has untied them
     with deepspeed.zero.GatheredParameters(list(partitioned.parameters())), torch.no_grad():
         for name, weight in whole.named_parameters(remove_duplicate=False):
             weight.copy_(partitioned.get_parameter(name))

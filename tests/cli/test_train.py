@@ -503,7 +503,7 @@ def test_ctrl_c_while_it_exports_says_how_to_export(root, whole, tmp_path):
                 break
             shutil.rmtree(out / "export")
         assert process.returncode == 130, err
-        assert err.splitlines()[-1] == f"  toolkit export {last} --overwrite"
+        assert err.splitlines()[-2:] == [f"  toolkit export {last} --overwrite", "Interrupted."]
         assert {path.name for path in out.iterdir()} == before, "nothing is left behind"
     finally:  # other tests look at it
         shutil.rmtree(out / "export", ignore_errors=True)

@@ -368,7 +368,9 @@ def _linked(source: Path, target: Path) -> Path:
 def test_checkpoints_that_cannot_be_exported(root: Path, tmp_path: Path) -> None:
     checkpoints, out = root / "checkpoints", tmp_path / "out"
     full = checkpoints / "llama-z3"
-    assert _codes(tmp_path, out) == ("EXPORT_LATEST",)
+    (tmp_path / "empty").mkdir()
+    assert _codes(tmp_path / "empty", out) == ("EXPORT_LATEST",)
+    assert _codes(full, full / "export") == ("EXPORT_EXISTS",)
     assert _codes(full, out, merge_adapter=True) == ("EXPORT_NOT_ADAPTED",)
     assert _codes(full, out, tag_dir=full / "model") == ("EXPORT_NO_CHECKPOINT",)
     assert _codes(full, out, model_dir=full / "step-1") == ("EXPORT_CONFIG",)
