@@ -15,6 +15,7 @@ from toolkit.deepspeed_spec.user_file import read_user_config
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
+from toolkit.units import format_bytes
 
 JOB = tk.Job(
     model="quickstart-llama",
@@ -108,3 +109,15 @@ def test_a_job_that_is_not_trained_can_be_estimated() -> None:
     with pytest.raises(tk.ToolkitError, match="STRATEGY_UNSUPPORTED"):
         tk.resolve(job)
     assert tk.estimate(job).fits
+
+
+def test_what_deepspeeds_own_step_takes_beyond_the_peak_is_said(tmp_path: Path) -> None:
+    job = JOB.with_({"cluster.gpus_per_node": 1, "train.sequence_length": 16, "parallel.zero_stage": 2})
+    estimator = Estimator()
+    report = estimator.estimate(Scenario.of(job))
+    assert report.limiting_phase == "step"
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(tk.resolve(job).deepspeed_config()), encoding="utf-8")
+    own = estimator.estimate(Scenario.of(job, file=DeepSpeedFile.read(path)))
+    beyond = format_bytes(own.peak_allocated_bytes - report.peak_allocated_bytes)
+    assert any(f"up to {beyond} beyond this peak" in line for line in report.assumptions)

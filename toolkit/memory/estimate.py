@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -200,7 +200,7 @@ def report_of(
             *ASSUMPTIONS.get(plan.job.parallel.strategy, ()),
             *([] if loaded is None else [_loading_assumption(plan, loaded)]),
             *_assumptions(plan, settings, allocator),
-            *_own_step(plan, events, settings, peak=peak),
+            *_own_step(phases.values(), settings, peak=peak),
             *(() if case.file is None else case.file.notes(plan, case.job)),
         ),
     )
@@ -246,16 +246,25 @@ def _loading_assumption(plan: Plan, loaded: Loading) -> str:
     return f"{said} (loaded in fp32, --load-dtype fp32, it would allocate {format_bytes(loading(plan, dtype='fp32').peak)})"
 
 
-def _own_step(plan: Plan, events: Traces, settings: EngineSettings, *, peak: int) -> Iterator[str]:
+def _own_step(found: Iterable[Mapping[str, PhaseReport]], settings: EngineSettings, *, peak: int) -> Iterator[str]:
     """Yield what DeepSpeed's own step takes beyond the peak, in runs of other programs with the files of a plan."""
-    if not settings.short_step or settings.zero_stage not in (1, 2) or settings.itemsize == settings.master_itemsize:
+    in_sums = settings.accumulation_itemsize != settings.itemsize  # which are stepped as they are
+    if (
+        not settings.short_step
+        or settings.zero_stage not in (1, 2)
+        or settings.itemsize == settings.master_itemsize
+        or in_sums
+    ):
         return
-    found = phases_of_ranks(plan, events, replace(settings, short_step=False))
-    own = max(phase.allocated_bytes for phases in found.values() for phase in phases.values())
+    own = peak
+    for phases in found:
+        step = phases["step"]
+        in_fp32 = dict(step.causes).get("gradients in fp32 at the step", 0)
+        own = max(own, step.allocated_bytes + in_fp32 * settings.itemsize // settings.master_itemsize)
     if own > peak:
         yield (
-            f"run by Trainer or by a script of your own, DeepSpeed's step takes {format_bytes(own - peak)} beyond this peak: it "
-            "flattens the gradients before it casts them"
+            f"run by Trainer or by a script of your own, DeepSpeed's step takes up to {format_bytes(own - peak)} beyond this peak: "
+            "it flattens the gradients before it casts them"
         )
 
 
