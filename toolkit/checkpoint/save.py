@@ -150,14 +150,8 @@ def _save_engine(run: Run, partial: Path, files: Files) -> None:
         run.engine.save_checkpoint(str(partial), **options, write=files.save_tensors)
         return
     alone = saving_weights_alone(run.engine) if run.plan.job.train.save_only_model else nullcontext()
-    # For a writer of whole storages it would copy each weight to host memory first (deepspeed runtime/engine.py _save_checkpoint).
-    own: Any = run.engine.checkpoint_engine
-    own.preserves_storage_sharing = lambda: False
-    try:
-        with saving_files_by(run.engine, files.save), alone:
-            run.engine.save_checkpoint(str(partial), **options)
-    finally:
-        del own.preserves_storage_sharing
+    with saving_files_by(run.engine, files.save), alone:
+        run.engine.save_checkpoint(str(partial), **options)
 
 
 def foreseen_bytes(run: Run) -> int:

@@ -448,18 +448,19 @@ def saving_weights_alone(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def saving_files_by(engine: Any, save: Callable[[Any, str], None]) -> Iterator[None]:
-    """Make an engine write its files by `save(state_dict, path)` instead of `torch.save`.
+    """Make an engine write its files by `save(state_dict, path)` instead of `torch.save`, and copy no weight to host memory before.
 
     Source:
         runtime/checkpoint_engine/torch_checkpoint_engine.py save, through which runtime/engine.py writes every file of tensors
-        but the swap files.
+        but the swap files; runtime/engine.py _save_checkpoint, which copies weights for a writer of whole storages.
     """
     files = engine.checkpoint_engine
     files.save = save
+    files.preserves_storage_sharing = lambda: False
     try:
         yield
     finally:
-        del files.save
+        del files.save, files.preserves_storage_sharing
 
 
 def load_files_by(engine: Any, read: Callable[..., dict[str, Any]]) -> None:
