@@ -417,17 +417,20 @@ def test_the_next_losses_are_those_of_who_saved_it(
     assert [loss for loss, *_ in found.values()] == pytest.approx(theirs[SAVED:], rel=TOLERANCE)
 
 
+def assert_adapter_is(exported: Path, trained: Path) -> None:
+    live, written = load_file(trained), load_file(exported / "adapter_model.safetensors")
+    assert written.keys() == live.keys()
+    assert all(torch.equal(written[name], live[name]) for name in live)
+    assert any(bool(value.any()) for name, value in live.items() if "lora_B" in name), "nothing is trained"
+
+
 @pytest.mark.usefixtures("losses")
 @pytest.mark.parametrize("way", ["trainer-lora", "trainer-lora-zero3"])
 def test_an_adapter_that_trainer_saved_without_its_base(root: Path, tmp_path: Path, way: str) -> None:
     folder, model = root / way / "checkpoint-3", root / "model"
     assert not (folder / "config.json").exists()
     assert main(["export", str(folder), "--out", str(tmp_path / "out"), "--model", str(model)]) == 0
-    live = load_file(folder / "adapter_model.safetensors")
-    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert written.keys() == live.keys()
-    assert all(torch.equal(written[name], live[name]) for name in live)
-    assert any(bool(value.any()) for name, value in live.items() if "lora_B" in name), "nothing is trained"
+    assert_adapter_is(tmp_path / "out", folder / "adapter_model.safetensors")
 
 
 @pytest.mark.usefixtures("losses")
@@ -443,11 +446,7 @@ def test_an_adapter_that_trainer_saved_under_fsdp(
     assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "EXPORT_ADAPTER_CONFIG"
     LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM").save_pretrained(folder)
     assert main(export) == 0
-    live = load_file(root / "trainer-lora-fsdp.safetensors")
-    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert written.keys() == live.keys()
-    assert all(torch.equal(written[name], live[name]) for name in live)
-    assert any(bool(value.any()) for name, value in live.items() if "lora_B" in name), "nothing is trained"
+    assert_adapter_is(tmp_path / "out", root / "trainer-lora-fsdp.safetensors")
 
 
 @pytest.mark.usefixtures("losses")
