@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIGHT = (
     *("toolkit.config", "toolkit.topology", "toolkit.pipeline_schedule", "toolkit.deepspeed_spec", "toolkit.planning"),
-    *("toolkit.artifacts", "toolkit.launch"),
+    *("toolkit.artifacts", "toolkit.launch", "toolkit.user_files"),
 )
 HEAVY = ("torch", "deepspeed", "accelerate", "transformers", "datasets", "peft", "tokenizers")
 IMPORT_ALL = f"""

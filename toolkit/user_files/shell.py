@@ -1,0 +1,275 @@
+"""Statements of a shell script as words with their lines: enough of the grammar to read launch commands.
+
+Variables that the script itself assigns are expanded; what only the shell can know stays as it is written, and is marked.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+_ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+# Words before a command that are no part of it.
+_KEYWORDS = frozenset({"then", "do", "else", "if", "while", "until", "!", "{", "time", "exec", "nohup", "command"})
+_BREAKS = "\n;&|()"
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """A word of a statement.
+
+    Args:
+        text: Text without quotes, with known variables expanded.
+        line: Line on which it begins, from 1.
+        is_known: Whether the shell would change nothing of it.
+    """
+
+    text: str
+    line: int
+    is_known: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """One simple command of a script.
+
+    Args:
+        words: Its words, without assignments before it and without redirections.
+        environment: Variables exported so far and assigned before the command.
+    """
+
+    words: tuple[Word, ...]
+    environment: Mapping[str, Word]
+
+
+@dataclass(slots=True)
+class _Reader:
+    text: str
+    line: int
+    variables: dict[str, Word]
+    exported: dict[str, Word] = field(default_factory=dict)
+    at: int = 0
+    heredocs: list[str] = field(default_factory=list)
+
+    def statements(self) -> Iterator[Statement]:
+        words: list[Word] = []
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char == "#":
+                self._skip_line()
+            elif char == "\\" and self.text[self.at + 1 : self.at + 2] == "\n":
+                self._advance(2)
+            elif char in " \t\r":
+                self._advance(1)
+            elif char in "<>" or (char == "&" and self.text[self.at + 1 : self.at + 2] == ">"):
+                self._skip_redirection(words)
+            elif char in _BREAKS:
+                yield from self._finished(words)
+                words = []
+                self._advance(1)
+                if char == "\n":
+                    self._skip_heredocs()
+            else:
+                words += self._word()
+        yield from self._finished(words)
+
+    def _finished(self, words: list[Word]) -> Iterator[Statement]:
+        """Keep the assignments of a statement, and yield it if a command is left."""
+        left = list(words)
+        while left and left[0].text in _KEYWORDS:
+            del left[0]
+        own: dict[str, Word] = {}
+        exports = bool(left) and left[0].text in ("export", "declare", "readonly", "local")
+        for word in list(left[1:] if exports else left):
+            found = _ASSIGNMENT.match(word.text)
+            if found is None:
+                if exports:
+                    continue
+                break
+            value = Word(text=word.text[found.end() :], line=word.line, is_known=word.is_known)
+            own[found.group(1)] = value
+            left.remove(word)
+        if exports:
+            self.exported |= own | {
+                word.text: self.variables[word.text] for word in left[1:] if word.text in self.variables
+            }
+            left = []
+        if not left:
+            self.variables |= own
+            self.exported |= {name: value for name, value in own.items() if name in self.exported}
+            return
+        yield Statement(words=tuple(left), environment=self.exported | own)
+
+    def _word(self) -> list[Word]:
+        """Read one word; an unquoted variable of several words makes several."""
+        line, known = self.line, True
+        parts: list[tuple[str, bool]] = []  # text, and whether blanks in it separate words
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char in " \t\r<>" or char in _BREAKS:
+                break
+            if char == "\\":
+                if self.text[self.at + 1 : self.at + 2] != "\n":
+                    parts.append((self.text[self.at + 1 : self.at + 2], False))
+                self._advance(2)
+            elif char == "'":
+                end = self.text.find("'", self.at + 1)
+                end = len(self.text) if end < 0 else end
+                parts.append((self.text[self.at + 1 : end], False))
+                self._advance(end + 1 - self.at)
+            elif char == '"':
+                self._advance(1)
+                known &= self._quoted(parts)
+            elif char in "$`":
+                text, sure = self._expansion()
+                known &= sure
+                parts.append((text, sure))
+            else:
+                parts.append((char, False))
+                self._advance(1)
+        return [Word(text=text, line=line, is_known=known) for text in _split(parts)]
+
+    def _quoted(self, parts: list[tuple[str, bool]]) -> bool:
+        known = True
+        parts.append(("", False))
+        while self.at < len(self.text) and self.text[self.at] != '"':
+            char = self.text[self.at]
+            if char == "\\" and self.text[self.at + 1 : self.at + 2] in tuple('$`"\\\n'):
+                following = self.text[self.at + 1]
+                parts.append(("" if following == "\n" else following, False))
+                self._advance(2)
+            elif char in "$`":
+                text, sure = self._expansion()
+                known &= sure
+                parts.append((text, False))
+            else:
+                parts.append((char, False))
+                self._advance(1)
+        self._advance(1)
+        return known
+
+    def _expansion(self) -> tuple[str, bool]:
+        """Read what begins with $ or a backquote; return its text and whether that is what the shell makes of it."""
+        start = self.at
+        rest = self.text[start + 1 :]
+        if self.text[start] == "`":
+            end = rest.find("`")
+            self._advance(len(rest) + 1 if end < 0 else end + 2)
+            return self.text[start : self.at], False
+        if rest.startswith("(("):
+            end = rest.find("))")
+            self._advance(len(rest) + 1 if end < 0 else end + 3)
+            value = self._arithmetic(self.text[start + 3 : self.at - 2])
+            return (self.text[start : self.at], False) if value is None else (str(value), True)
+        if rest.startswith("("):
+            self._advance(1 + _closed(rest, "(", ")"))
+            return self.text[start : self.at], False
+        if rest.startswith("{"):
+            self._advance(1 + _closed(rest, "{", "}"))
+            name, _, default = self.text[start + 2 : self.at - 1].partition(":-")
+            known = self.variables.get(name)
+            if known is not None:
+                return known.text, known.is_known
+            # The variable may be set where the script runs; its default is the best that can be known.
+            return (default, "$" not in default) if default else (self.text[start : self.at], False)
+        found = _NAME.match(rest)
+        if found is None:
+            self._advance(1 if not rest[:1] or rest[0] in " \t\n\"'" else 2)
+            return self.text[start : self.at], self.at == start + 1
+        self._advance(1 + found.end())
+        known = self.variables.get(found.group())
+        return (self.text[start : self.at], False) if known is None else (known.text, known.is_known)
+
+    def _arithmetic(self, text: str) -> int | None:
+        def value(found: re.Match[str]) -> str:
+            known = self.variables.get(found.group().lstrip("$"))
+            return known.text if known is not None and known.is_known else found.group()
+
+        try:
+            return _computed(
+                ast.parse(re.sub(r"\$?[A-Za-z_]\w*", value, text.replace("{", "").replace("}", "")), mode="eval").body
+            )
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            return None
+
+    def _skip_redirection(self, words: list[Word]) -> None:
+        begins = self.text[self.at :]
+        found = re.match(r"&?(?:<<<|<<-?|>>|<>|>&|<&|>\||[<>])", begins)
+        assert found is not None
+        if words and words[-1].text.isdigit() and self.text[self.at - 1].isdigit():
+            del words[-1]  # the number of a file descriptor
+        self._advance(found.end())
+        while self.text[self.at : self.at + 1] in (" ", "\t"):
+            self._advance(1)
+        target = self._word() if self.text[self.at : self.at + 1] not in ("", *_BREAKS) else []
+        if found.group().startswith("<<") and found.group() != "<<<" and target:
+            self.heredocs.append(target[0].text)
+
+    def _skip_heredocs(self) -> None:
+        for end in self.heredocs:
+            while self.at < len(self.text):
+                stop = self.text.find("\n", self.at)
+                stop = len(self.text) if stop < 0 else stop
+                row = self.text[self.at : stop]
+                self._advance(stop + 1 - self.at)
+                if row.strip() == end:
+                    break
+        self.heredocs = []
+
+    def _skip_line(self) -> None:
+        end = self.text.find("\n", self.at)
+        self._advance((len(self.text) if end < 0 else end) - self.at)
+
+    def _advance(self, count: int) -> None:
+        self.line += self.text.count("\n", self.at, self.at + count)
+        self.at += count
+
+
+def statements(text: str, *, line: int = 1, variables: Mapping[str, Word] | None = None) -> Iterator[Statement]:
+    """Yield the simple commands of a shell script, in order.
+
+    Args:
+        text: The script.
+        line: Number of its first line.
+        variables: Variables that are known before it starts.
+    """
+    yield from _Reader(text=text, line=line, variables=dict(variables or {})).statements()
+
+
+def _split(parts: list[tuple[str, bool]]) -> list[str]:
+    words, is_word = [""], False
+    for text, separates in parts:
+        first, *more = text.split() or [""] if separates else [text]
+        words[-1] += first
+        words += more
+        is_word |= bool(text) or not separates
+    return words if is_word else []
+
+
+def _closed(text: str, opening: str, closing: str) -> int:
+    """Return the length of the text up to the bracket that closes the first."""
+    depth = 0
+    for index, char in enumerate(text):
+        depth += (char == opening) - (char == closing)
+        if depth == 0:
+            return index + 1
+    return len(text)
+
+
+def _computed(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_computed(node.left), _computed(node.right))
+    raise ValueError("no arithmetic of whole numbers")
