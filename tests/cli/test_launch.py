@@ -120,10 +120,38 @@ def test_a_port_in_use(folder):
     assert "PORT_IN_USE" in done.stderr
 
 
+def test_a_script_without_a_job(folder):
+    told = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[1:])"
+    (folder / "script.py").write_text(told)
+    done = launch(folder, "--num-proc", "2", "--cpu", "--json", "script.py", "--json", "--set", "x")
+    assert done.returncode == 0, done.stderr
+    said, _, printed = done.stdout.partition("\n")
+    assert said == "0 2  ['--json', '--set', 'x']", "what follows the script is the script's"
+    assert (folder / "runs/script/logs/rank-1.log").read_text() == "1 2  ['--json', '--set', 'x']\n"
+    ended = {"exit_code": 0, "interrupted": False, "failure": None}
+    assert json.loads(printed) == ended | {"plan": None, "log_dir": "runs/script/logs"}
+
+
+def test_a_script_without_a_job_and_its_folder(folder):
+    (folder / "script.py").write_text("raise SystemExit(7)")
+    done = launch(folder, "-np", "1", "--cpu", "--output-dir", "out", "script.py")
+    assert done.returncode == 3
+    assert "rank 0 failed first, with exit code 7" in done.stderr
+    assert (folder / "out/logs").is_dir()
+    (folder / "file").write_text("kept")
+    done = launch(folder, "-np", "1", "--cpu", "--output-dir", "file", "script.py")
+    assert done.returncode == 2
+    assert "output_dir=file: file exists and is not a folder. Set --output-dir to another folder" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "part"),
     [
         (("job.yaml",), 2, "SCRIPT"),
+        (("script.py",), 2, "put a job file before it, or --num-proc N"),
+        (("--num-proc", "2", "absent.py"), 2, "absent.py is not a file"),
+        (("--num-proc", "2", "--set", "train.seed=1", "script.py"), 2, "--set changes a job"),
+        (("--cpu", "job.yaml", "script.py"), 2, "use --set cluster.gpu=cpu"),
         (("job.yaml", "absent.py"), 2, "absent.py is not a file"),
         (("job.yaml", "--nonsense", "script.py"), 2, "--nonsense is not an option of launch"),
         (("job.yaml", "--set", "cluster.nodes=2", "script.py"), 3, "LAUNCH_NODES"),

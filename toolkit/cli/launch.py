@@ -1,15 +1,17 @@
-"""`toolkit launch`: runs a user's script under our supervisor."""
+"""`toolkit launch`: runs a user's script under our supervisor, with a job or without one."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.options import JobArgument, JsonOption, SetOption, note_json, read_plan
+from toolkit.cli.options import JobArgument, JsonOption, SetOption, note_job, note_json, read_plan
 from toolkit.cli.output import print_json
+
+_DEFAULT_OUTPUT = Path("runs")
 
 
 def register(app: typer.Typer) -> None:
@@ -22,50 +24,118 @@ def launch(
     context: typer.Context,
     job: JobArgument,
     command: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="Python script and its own arguments.")
-    ],
+        list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="Python script and its own arguments.")
+    ] = None,
     overrides: SetOption = None,
+    num_proc: Annotated[
+        int | None,
+        typer.Option(
+            "--num-proc", "-np", min=1, help="Run SCRIPT without a JOB, in so many processes of this machine."
+        ),
+    ] = None,
+    on_cpu: Annotated[
+        bool, typer.Option("--cpu", help="With --num-proc: over gloo, and without the cards of this machine.")
+    ] = False,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(help="With --num-proc: folder of logs, by default runs/NAME for a script NAME.py."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run your script as every rank of a job on this node, with the environment, logs and clean end of `toolkit train`.
 
     The script finds the plan by `tk.Plan.load(Path(os.environ["TOOLKIT_PLAN"]))`. Rank 0 has the terminal; the others
-    write to output_dir/logs. Options of `launch` stand before SCRIPT.
+    write to output_dir/logs. Options of `launch` stand before SCRIPT. A script that has no job is started by --num-proc: one
+    process for a card, or over gloo where there is none.
 
     Example: `toolkit launch job.yaml --set cluster.gpus_per_node=2 my_script.py --my-option 3`
 
+    Example: `toolkit launch --num-proc 2 my_script.py --my-option 3`
+
     JSON keys, printed last: exit_code, interrupted, plan, log_dir, failure (rank, ended_by, log_file, problems).
     """
-    more, more_json, command = _own_options(command)
-    as_json = note_json(context, as_json or more_json)
-    script = _script(command)
-    from toolkit.cli.launching import outcome_as_dict, print_failure, run_on_this_node
+    from toolkit.cli.launching import print_failure
 
-    plan = read_plan(job, [*(overrides or ()), *more])
-    outcome = run_on_this_node(plan, [sys.executable, str(script), *command[1:]])
+    words = list(command or ())
+    if num_proc is not None:
+        _refuse_job_options(overrides)
+        note_job(context, None)
+        as_json = note_json(context, as_json)
+        outcome, shown = _launch_without_job(
+            [str(job), *words], num_proc=num_proc, on_cpu=on_cpu, output_dir=output_dir
+        )
+    else:
+        _refuse_options_without_job(job, on_cpu=on_cpu, output_dir=output_dir)
+        more, words = _own_options(words)
+        as_json = note_json(context, as_json or "--json" in more)
+        sets = [*(overrides or ()), *(option.removeprefix("--set=") for option in more if option.startswith("--set="))]
+        outcome, shown = _launch_job(job, words, overrides=sets)
     print_failure(outcome)
     if as_json:
-        print_json(outcome_as_dict(plan, outcome))
+        print_json(shown)
     raise typer.Exit(outcome.exit_code)
 
 
-def _own_options(command: list[str]) -> tuple[list[str], bool, list[str]]:
-    """Extract the options between JOB and SCRIPT, which the parser leaves to the script."""
-    overrides: list[str] = []
-    as_json, rest = False, list(command)
+def _launch_job(job: Path, command: list[str], *, overrides: list[str]) -> tuple[Any, dict[str, Any]]:
+    script = _script(command)
+    from toolkit.cli.launching import outcome_as_dict, run_on_this_node
+
+    plan = read_plan(job, overrides)
+    outcome = run_on_this_node(plan, _worker(script, command[1:]))
+    return outcome, outcome_as_dict(plan, outcome)
+
+
+def _launch_without_job(
+    command: list[str], *, num_proc: int, on_cpu: bool, output_dir: Path | None
+) -> tuple[Any, dict[str, Any]]:
+    script = _script(command)
+    from toolkit.cli.launching import outcome_as_dict, run_without_job
+    from toolkit.launch.local import LOGS
+
+    folder = output_dir or _DEFAULT_OUTPUT / script.stem
+    worker = _worker(script, command[1:])
+    outcome = run_without_job(worker, num_ranks=num_proc, on_cpu=on_cpu, output_dir=folder)
+    return outcome, outcome_as_dict(None, outcome, log_dir=folder / LOGS)
+
+
+def _worker(script: Path, arguments: list[str]) -> list[str]:
+    """Return the command line of a rank."""
+    return [sys.executable, str(script), *arguments]
+
+
+def _refuse_job_options(overrides: list[str] | None) -> None:
+    if overrides:
+        raise typer.BadParameter("--set changes a job, and --num-proc runs a script without one", param_hint="--set")
+
+
+def _refuse_options_without_job(job: Path, *, on_cpu: bool, output_dir: Path | None) -> None:
+    if job.suffix == ".py":
+        what = f"{job} is a script: put a job file before it, or --num-proc N to run it without a job"
+        raise typer.BadParameter(what, param_hint="JOB")
+    for given, name, key in (
+        (on_cpu, "--cpu", "cluster.gpu=cpu"),
+        (output_dir, "--output-dir", "train.output_dir=DIR"),
+    ):
+        if given:
+            what = f"{name} is for --num-proc, which runs a script without a job: use --set {key}"
+            raise typer.BadParameter(what, param_hint=name)
+
+
+def _own_options(command: list[str]) -> tuple[list[str], list[str]]:
+    """Split off the options between JOB and SCRIPT, which the parser leaves to the script: `--set=…`, `--json`."""
+    own: list[str] = []
+    rest = list(command)
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
-        if option == "--json":
-            as_json = True
+        if option == "--json" or option.startswith("--set="):
+            own.append(option)
         elif option == "--set" and rest:
-            overrides.append(rest.pop(0))
-        elif option.startswith("--set="):
-            overrides.append(option.removeprefix("--set="))
+            own.append(f"--set={rest.pop(0)}")
         elif option == "--":
             break
         else:
             raise typer.BadParameter(f"{option} is not an option of launch", param_hint="SCRIPT")
-    return overrides, as_json, rest
+    return own, rest
 
 
 def _script(command: list[str]) -> Path:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.cli.job_checks import output_problems
 from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH
-from toolkit.errors import PlanError, raise_all
-from toolkit.launch.environment import PLAN_VARIABLE
-from toolkit.launch.local import LOGS, check_one_node, launch_local
+from toolkit.errors import PlanError, Problem, RunError, ToolkitError, raise_all
+from toolkit.launch.devices import visible_cards
+from toolkit.launch.environment import PLAN_VARIABLE, Backend
+from toolkit.launch.local import LOGS, check_one_node, launch_local, launch_ranks
 from toolkit.launch.outcome import RunOutcome
 from toolkit.launch.output_lock import hold_output
 from toolkit.launch.supervisor import GRACE_SECONDS, WHEN_ASKED, TrainerRanks
@@ -46,8 +49,7 @@ def run_on_this_node(
         PlanError: OUTPUT_PATH, OUTPUT_WRITE.
         RunError: OUTPUT_IN_USE, LAUNCH_NODES, PORT_IN_USE, LOG_DIR, WORKER_START.
     """
-    if os.environ.get(PYDANTIC_SWITCH) == PYDANTIC_OFF:
-        del os.environ[PYDANTIC_SWITCH]  # `main` set it for this process, not for a user's script
+    _restore_environment()
     raise_all(PlanError, output_problems(plan.output_dir))
     plan_file = (plan.output_dir / "plan.json").absolute()
     check_one_node(plan)
@@ -64,20 +66,89 @@ def run_on_this_node(
         )
 
 
+def run_without_job(
+    argv: Sequence[str], *, num_ranks: int, on_cpu: bool, output_dir: Path, grace_seconds: float = GRACE_SECONDS
+) -> RunOutcome:
+    """Run a command in several processes of this machine that no job describes, and wait for all of them.
+
+    Args:
+        argv: Command line of a rank, the same for each.
+        num_ranks: Number of processes.
+        on_cpu: Whether they use gloo and see no card; without it they do so only where there is no NVIDIA driver.
+        output_dir: Folder of their logs.
+        grace_seconds: Seconds that a rank has to end after another has failed.
+
+    Raises:
+        PlanError: OUTPUT_PATH, OUTPUT_WRITE.
+        RunError: LAUNCH_CARDS, if there are fewer cards than processes; OUTPUT_IN_USE, LOG_DIR, WORKER_START.
+    """
+    _restore_environment()
+    backend = _backend(num_ranks, on_cpu=on_cpu)
+    with _named_by("--output-dir"):
+        raise_all(PlanError, output_problems(output_dir))
+        with hold_output(output_dir):
+            return launch_ranks(
+                argv, num_ranks=num_ranks, backend=backend, log_dir=output_dir / LOGS, grace_seconds=grace_seconds
+            )
+
+
+def _restore_environment() -> None:
+    if os.environ.get(PYDANTIC_SWITCH) == PYDANTIC_OFF:
+        del os.environ[PYDANTIC_SWITCH]  # `main` set it for this process, not for a user's script
+
+
+def _backend(num_ranks: int, *, on_cpu: bool) -> Backend:
+    cards = None if on_cpu else visible_cards()
+    if not cards:
+        return "gloo"
+    if len(cards) < num_ranks:
+        raise RunError.of(
+            code="LAUNCH_CARDS",
+            key="--num-proc",
+            message=f"num_proc={num_ranks}, but processes on this machine can use {len(cards)} cards",
+            fix=f"Start at most {len(cards)} processes, fix CUDA_VISIBLE_DEVICES, or give --cpu for processes over gloo",
+            source="nvmlDeviceGetCount",
+        )
+    return "nccl"
+
+
+@contextlib.contextmanager
+def _named_by(option: str) -> Iterator[None]:
+    """Let errors about a job's output folder name the option that sets it where there is no job."""
+
+    def renamed(problem: Problem) -> Problem:
+        key = option if problem.key == "train.output_dir" else problem.key
+        return replace(
+            problem, key=key, fix=problem.fix.replace("`train.output_dir`", option).replace("train.output_dir", option)
+        )
+
+    try:
+        yield
+    except ToolkitError as error:
+        raise type(error)(*map(renamed, error.problems)) from error
+
+
 def print_failure(outcome: RunOutcome) -> None:
     """Print on stderr which rank failed first and why, if any did."""
     if outcome.failure is not None:
         print(outcome.failure.describe(), file=sys.stderr)
 
 
-def outcome_as_dict(plan: Plan, outcome: RunOutcome) -> dict[str, Any]:
-    """Return the object that `--json` prints when a run has ended."""
+def outcome_as_dict(plan: Plan | None, outcome: RunOutcome, *, log_dir: Path | None = None) -> dict[str, Any]:
+    """Return the object that `--json` prints when a run has ended.
+
+    Args:
+        plan: None for a run that no job describes.
+        log_dir: Folder of logs; that of the plan when left out.
+    """
     failure = outcome.failure
+    if plan is not None:
+        log_dir = log_folder(plan)
     return {
         "exit_code": outcome.exit_code,
         "interrupted": outcome.interrupted,
-        "plan": str(plan.output_dir / "plan.json"),
-        "log_dir": str(log_folder(plan)),
+        "plan": None if plan is None else str(plan.output_dir / "plan.json"),
+        "log_dir": str(log_dir),
         "failure": None
         if failure is None
         else {
