@@ -23,7 +23,7 @@ TRAINS = (
     {},
     {"optimizer": "sgd", "momentum": 0.9, "max_steps": 9, "warmup_steps": 2, "report_to": ("tensorboard",)},
     {"optimizer": "lion", "lr_scheduler_type": "constant", "loss": "liger", "push_to_hub": "me/mine"},
-    {"optimizer": "adamw_torch", "lr_scheduler_type": "cosine_with_min_lr", "min_learning_rate_ratio": 0.1},
+    {"optimizer": "adamw_torch_fused", "lr_scheduler_type": "cosine_with_min_lr", "min_learning_rate_ratio": 0.1},
 )
 DATA = (None, {"train": "org/name", "validation_fraction": 0.1})
 OWN_KEYS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_plans import tiny_plan
 
 from toolkit.checkpoint.layout import PLAN
 from toolkit.cli.train_checks import startable_plan
+from toolkit.launch import build_tools
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import with_torch_adam
 
@@ -18,18 +20,24 @@ CARD = "h100-sxm-80gb"
 
 @pytest.fixture
 def without_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_tools, "CUDA_FOLDERS", tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not Path(entry, "nvidia").exists()])
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "no-cuda"))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
 
-def test_torchs_adam_takes_the_place_of_one_that_cannot_be_compiled(without_nvcc: None, tmp_path: Path) -> None:
-    plan = tiny_plan(gpu=CARD)
+@pytest.mark.parametrize("train", [{}, {"optimizer": "adamw"}])
+def test_torchs_adam_takes_the_place_of_one_that_cannot_be_compiled(
+    without_nvcc: None, tmp_path: Path, train: dict
+) -> None:
+    plan = tiny_plan(gpu=CARD, train=train)
     started, said = startable_plan(plan)
     assert started.deepspeed_config()["optimizer"]["params"]["torch_adam"] is True
     assert "no nvcc: " in said[0]
-    assert "toolkit estimate JOB --set train.optimizer=adamw_torch" in said[0]
+    assert said[0].startswith("torch's fused AdamW replaces DeepSpeed's FusedAdam, which cannot be built here: ")
+    assert started.deepspeed_config()["optimizer"]["params"]["fused"] is True
     (choice,) = [choice for choice in started.choices if choice.key == "train.optimizer"]
-    assert (choice.value, choice.source) == ("adamw_torch", "derived")
+    assert (choice.value, choice.source) == ("adamw_torch_fused", "derived")
     assert "no nvcc" in choice.reason
     started.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == started
@@ -38,7 +46,6 @@ def test_torchs_adam_takes_the_place_of_one_that_cannot_be_compiled(without_nvcc
 @pytest.mark.parametrize(
     "changes",
     [
-        {"train": {"optimizer": "adamw"}},  # as written: BUILD_TOOLS
         {"train": {"optimizer": "adamw_torch"}},
         {"parallel": {"zero_stage": 2, "offload": "optimizer-cpu"}},
     ],
@@ -65,7 +72,7 @@ def test_an_open_optimizer_goes_with_the_checkpoint(without_nvcc: None, tmp_path
     save(with_torch_adam(plan, "no nvcc there"))
     for alone in (True, False):
         resumed, said = startable_plan(plan, str(folder), alone=alone)
-        assert (resumed.job.train.optimizer, said) == ("adamw_torch", ())
+        assert (resumed.job.train.optimizer, said) == ("adamw_torch_fused", ())
     save(plan)
     assert startable_plan(plan, str(folder)) == (plan, ()), "DeepSpeed's state is not torch's"
     assert startable_plan(plan, str(tmp_path / "absent")) == (plan, ()), "the check of the checkpoint says so"

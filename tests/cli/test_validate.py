@@ -323,13 +323,13 @@ def test_no_rule_is_held_against_the_default_of_what_has_another_name(folder, ca
 
 def test_other_tools_names_are_ours_in_all_that_is_written(folder, capsys):
     (folder / "job.yaml").write_text(JOB.replace("sequence_length", "max_length"))
-    names = ["train.optim=adamw_torch_fused", "parallel.tp_size=2", "train.attn_implementation=eager"]
+    names = ["train.optim=adamw_bnb_8bit", "parallel.tp_size=2", "train.attn_implementation=eager"]
     assert validate(*names, extra=("--explain", "--json")) == 0
     found = json.loads(capsys.readouterr().out)["choices"]
     choices = {choice["key"]: (choice["value"], choice["source"]) for choice in found}
     expected = {
         "train.sequence_length": (512, "job"),
-        "train.optimizer": ("adamw_torch", "job"),
+        "train.optimizer": ("adamw_8bit", "job"),
         "train.attention": ("eager", "job"),
         "parallel.tensor": (2, "job"),
     }
@@ -338,9 +338,9 @@ def test_other_tools_names_are_ours_in_all_that_is_written(folder, capsys):
     plan = Path("out/plan.json").read_text()
     for name in ("max_length", "optim", "tp_size", "attn_implementation"):
         assert f'"{name}"' not in plan
-    assert "adamw_torch_fused" not in plan
+    assert "adamw_bnb_8bit" not in plan
     job = json.loads(plan)["job"]
-    assert (job["train"]["sequence_length"], job["train"]["optimizer"]) == (512, "adamw_torch")
+    assert (job["train"]["sequence_length"], job["train"]["optimizer"]) == (512, "adamw_8bit")
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_a_section_may_be_reached_by_either_name():
     ("value", "ours"),
     [
         ("adamw_torch", "adamw_torch"),
-        ("adamw_torch_fused", "adamw_torch"),
+        ("adamw_torch_fused", "adamw_torch_fused"),
         ("adamw_8bit", "adamw_8bit"),
         ("adamw_bnb_8bit", "adamw_8bit"),
         ("sgd", "sgd"),

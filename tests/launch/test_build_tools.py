@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from tiny_plans import tiny_plan
 
+from toolkit.launch import build_tools
 from toolkit.launch.build_tools import build_settings, built_with, tool_problems
+from toolkit.launch.environment import Setting
 from toolkit.launch.extensions import Installed, Machine
 
 CUDA = Installed(torch=(2, 13), cuda="13.0")
@@ -20,8 +22,10 @@ CARD = "h100-sxm-80gb"
 
 
 @pytest.fixture
-def machine(tmp_path: Path):
-    """Return a function that makes a machine with the tools named, and gives its environment."""
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that makes a machine with the tools named, and gives its environment; CUDA is installed nowhere else."""
+    monkeypatch.setattr(build_tools, "CUDA_FOLDERS", tmp_path / "local")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not Path(entry, "nvidia").exists()])
 
     def make(*names: str, nvcc: str = "13.0") -> dict[str, str]:
         tools = tmp_path / "cuda" / "bin"
@@ -56,7 +60,7 @@ def test_no_nvcc(machine) -> None:
     said = lacking(environment := machine("ninja", "c++") | {"CUDA_HOME": "/absent"})
     assert "optimizer=adamw loads DeepSpeed's FusedAdam" in said
     assert "no nvcc: /absent/bin/nvcc cannot be run (No such file or directory)" in said
-    assert "or set train.optimizer to adamw_torch" in said
+    assert "or set train.optimizer to adamw_torch_fused" in said
     assert lacking(environment, parallel=HOST) == "", "CPUAdam needs none"
     assert lacking(environment, train={"optimizer": "adamw_torch"}) == ""
 
@@ -139,3 +143,50 @@ def test_the_list_is_changed_for_what_nvcc_compiles_and_for_that_alone(monkeypat
     with built_with(settings):
         assert os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0"
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0a", "a script's own kernels are built as before"
+
+
+def test_another_cuda_that_fits_is_taken(machine, tmp_path: Path) -> None:
+    """Where the one on PATH is another version's: the highest of torch's that is installed, and torch's own first."""
+    plan = tiny_plan(gpu=CARD)
+    environment = machine("ninja", "c++", "nvcc", nvcc="12.8")
+    here = Machine(environment=environment, installed=CUDA)
+    for name, version in (("cuda", "12.6"), ("cuda-13.1", "13.1"), ("cuda-13.2", "none")):
+        nvcc = tmp_path / "local" / name / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text("#!/bin/sh\n" + ("exit 1" if version == "none" else f"echo release {version}"))
+        nvcc.chmod(0o755)
+    setting = build_settings(plan, machine=here)["CUDA_HOME"]
+    assert setting.value == str(tmp_path / "local" / "cuda-13.1"), "that of 13.2 cannot be run"
+    assert lacking(environment) == ""
+    assert "CUDA_HOME" not in build_settings(tiny_plan(gpu=CARD, parallel=HOST), machine=here)
+    fitting = Machine(environment=environment, installed=Installed(torch=(2, 13), cuda="12.8"))
+    assert "CUDA_HOME" not in build_settings(plan, machine=fitting)
+
+
+def test_cuda_home_is_changed_where_torch_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/before")
+    with built_with({"CUDA_HOME": Setting("/fitting", "")}):
+        assert (cpp_extension.CUDA_HOME, os.environ["CUDA_HOME"]) == ("/fitting", "/fitting")
+    assert cpp_extension.CUDA_HOME == "/before"
+
+
+def test_a_compiler_of_another_name(machine) -> None:
+    environment = machine("ninja", "g++", "nvcc")
+    assert lacking(environment) == ""
+    assert (
+        build_settings(tiny_plan(gpu=CARD), machine=Machine(environment=environment, installed=CUDA))["CXX"].value
+        == "g++"
+    )
+
+
+def test_a_cache_that_cannot_be_written(machine, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = machine("ninja", "c++", "nvcc") | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "file" / "cache")}
+    environment["TMPDIR"] = str(tmp_path)
+    here = Machine(environment=environment, installed=CUDA)
+    other = build_settings(tiny_plan(gpu=CARD), machine=here)["TORCH_EXTENSIONS_DIR"].value
+    assert Path(other).parents[1] == tmp_path
+    assert lacking(environment) == ""
+    assert "cannot be written" in lacking(environment | {"TMPDIR": str(tmp_path / "file")})

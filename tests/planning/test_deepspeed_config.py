@@ -35,6 +35,7 @@ def test_the_whole_configuration_of_a_small_job():
     [
         ({}, "AdamW", ADAM),
         ({"optimizer": "adamw_torch"}, "AdamW", {**ADAM, "torch_adam": True}),
+        ({"optimizer": "adamw_torch_fused"}, "AdamW", {**ADAM, "torch_adam": True, "fused": True}),
         ({"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1, "learning_rate": 1e-3}, "AdamW",
          {"lr": 1e-3, "betas": [0.8, 0.95], "weight_decay": 0.1, "eps": 1e-6}),
         ({"optimizer": "lion"}, "Lion", {"lr": 1e-5, "betas": [0.9, 0.999], "weight_decay": 0.0}),

@@ -64,6 +64,7 @@ DEFAULT = ("ZeRO-3", "FSDP2")
 OPTIMIZERS = (
     "adamw",
     "adamw_torch",
+    "adamw_torch_fused",
     "sgd",
     "adamw_8bit",
     "paged_adamw_8bit",

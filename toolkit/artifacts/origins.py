@@ -93,6 +93,9 @@ DEEPSPEED: dict[str, Origin] = {
         ("train.optimizer", "cluster.gpu"),
         "torch's Adam: set by the job, or on CPU, where DeepSpeed's would have to be compiled",
     ),
+    "optimizer.params.fused": Origin(
+        ("train.optimizer",), "torch's fused kernel: one pass over the state, no temporaries"
+    ),
     "zero_allow_untested_optimizer": Origin(
         ("train.optimizer",), "DeepSpeed's list of ZeRO optimizers lacks torch's SGD and a script's own optimizers"
     ),

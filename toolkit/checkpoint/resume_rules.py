@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from toolkit.config.job import TORCH_ADAMW
 from toolkit.planning.plan import Plan
 
 _SHARDS = "its shards are for that layout"
@@ -158,12 +159,22 @@ _DATA = replace(
     counts=lambda now, then: now.job.data is not None and then.job.data is not None,  # else: the user's own script
 )
 _ADAM = replace(
-    _TOLD, counts=_optimizer_is("adamw", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "muon")
+    _TOLD,
+    counts=_optimizer_is(
+        "adamw", "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "muon"
+    ),
 )
 _BETA = replace(
     _TOLD,
     counts=_optimizer_is(
-        "adamw", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "muon", "lion"
+        "adamw",
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+        "schedule_free_adamw",
+        "muon",
+        "lion",
     ),
 )
 _BATCH = replace(_TOLD, counts=_same_batch)
@@ -274,7 +285,10 @@ RULES: dict[str, Rule] = {
         _CONVERTED,  # the same
         fits=lambda now, then: list(now.job.train.learning_rates) == list(then.job.train.learning_rates),
     ),
-    "train.optimizer": _REFUSED,
+    # Both of torch's have the same state.
+    "train.optimizer": replace(
+        _REFUSED, fits=lambda now, then: {now.job.train.optimizer, then.job.train.optimizer} <= set(TORCH_ADAMW)
+    ),
     "train.weight_decay": replace(
         _CONVERTED,  # it splits the parameters into two groups
         fits=lambda now, then: bool(now.job.train.weight_decay) == bool(then.job.train.weight_decay),

@@ -71,6 +71,7 @@ def quickstart(
     if outcome.exit_code == 0:
         checkpoint = plan.output_dir / f"checkpoint-{FIRST_SESSION}"
         _say(4, f"resuming from {checkpoint}", as_json)
+        plan, _ = startable_plan(plan, str(checkpoint))
         outcome = run_workers(plan, resume=str(checkpoint), limits=Limits())
     if outcome.exit_code != 0:
         report(plan, outcome, call=Call(job=job), exported=None, as_json=as_json)

@@ -31,7 +31,7 @@ def checked_plan(job: Path, overrides: list[str] | None) -> Plan:
 def startable_plan(plan: Plan, resume: str | None = None, *, alone: bool = True) -> tuple[Plan, tuple[str, ...]]:
     """Keep a checkpoint's global batch on other ranks, and choose the optimizer that the job leaves open.
 
-    That is the checkpoint's, or torch's AdamW if FusedAdam cannot be compiled.
+    That is the checkpoint's, or torch's fused AdamW if DeepSpeed's cannot be compiled.
 
     Args:
         plan: Resolved plan.
@@ -73,28 +73,28 @@ def with_saved_batch(plan: Plan, resume: str | None) -> tuple[Plan, tuple[str, .
 
 def _with_startable_optimizer(plan: Plan, resume: str | None, *, alone: bool) -> tuple[Plan, tuple[str, ...]]:
     from toolkit.checkpoint.resume import AUTO, candidates
+    from toolkit.config.job import TORCH_ADAMW
     from toolkit.launch.build_tools import unbuildable
+    from toolkit.launch.builds import with_other_adamw
     from toolkit.planning.resolve import with_torch_adam
 
-    if "optimizer" in plan.job.train.model_fields_set:
+    if plan.job.train.optimizer != "adamw":
         return plan, ()
     for folder in candidates(plan.output_dir, resume):
         saved = _saved_optimizer(folder)
         if saved is None and resume == AUTO:
             continue  # it is skipped
-        goes_over = saved == "adamw_torch" and not plan.uses_torch_adam
+        goes_over = saved in TORCH_ADAMW and not plan.uses_torch_adam
         return with_torch_adam(plan, f"{folder} was saved with it") if goes_over else plan, ()
     if not alone:
         return plan, ()
     lacking = unbuildable(plan)
-    if [extension.name for extensions in lacking.values() for extension in extensions] != ["fused_adam"]:
-        return plan, ()
+    extensions = [extension for several in lacking.values() for extension in several]
+    if len(extensions) != 1 or not extensions[0].replaceable:
+        return plan, ()  # `check_start` reports them
     (missing,) = lacking
-    return with_torch_adam(plan, f"DeepSpeed's FusedAdam cannot be compiled on this machine: {missing}"), (
-        f"torch's AdamW replaces DeepSpeed's FusedAdam, which cannot be compiled here: {missing}. It needs more "
-        "memory: `toolkit estimate JOB --set train.optimizer=adamw_torch` shows how much; set train.optimizer to "
-        "choose",
-    )
+    made, said = with_other_adamw(plan, extensions[0].title, missing)
+    return made, (said,)
 
 
 def _saved_optimizer(folder: Path) -> str | None:
@@ -117,7 +117,6 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
         PlanError: OUTPUT_EXISTS, OUTPUT_WRITE.
         RunError: LAUNCH_NODES.
     """
-    from toolkit.launch.build_locks import lock_problems
     from toolkit.launch.build_tools import tool_problems
     from toolkit.launch.devices import card_problems
     from toolkit.launch.local import check_machine, check_one_node
@@ -134,7 +133,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     changes: tuple[str, ...] = ()
     if not cards:  # with other cards this is not the machine that will compile
         startable, changes = startable_plan(plan)
-        found += [*tool_problems(startable), *lock_problems(startable)]
+        found += tool_problems(startable)
     try:
         check_machine(plan)
     except RunError as error:

@@ -24,7 +24,7 @@ MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 4095
 
 # Other values of TrainingArguments.optim that mean one of ours: the same update with the same state.
-_OPTIMIZERS = {"adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"}
+_OPTIMIZERS = {"adamw_bnb_8bit": "adamw_8bit"}
 
 _REPORTERS = ("tensorboard", "wandb", "mlflow", "trackio", "clearml")
 
@@ -154,7 +154,7 @@ def reporters(value: Any) -> Any:
 
 
 def optimizer_named(value: Any) -> Any:
-    """Map TrainingArguments' names of fused torch AdamW and of 8-bit bitsandbytes AdamW to ours, and refuse with a reason what is not offered."""
+    """Map TrainingArguments' name of 8-bit bitsandbytes AdamW to ours, and refuse with a reason what is not offered."""
     if isinstance(value, str) and value.startswith(("galore_", "apollo_")):
         raise ValueError(
             "GaLore and APOLLO are not offered: no library that the toolkit keeps has them, and they project whole matrices, which ZeRO and FSDP2 cut; "

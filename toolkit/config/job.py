@@ -52,9 +52,20 @@ Method = Literal["full", "lora", "qlora"]
 Strategy = Literal["zero", "ddp", "fsdp2"]
 CommHook = Literal["none", "fp16", "bf16", "power_sgd", "hierarchical", "top_k"]
 Optimizer = Literal[
-    "adamw", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "adafactor", "muon", "lion", "sgd"
+    "adamw",
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "schedule_free_adamw",
+    "adafactor",
+    "muon",
+    "lion",
+    "sgd",
 ]
-AnyOptimizer = Literal[Optimizer, "adamw_torch_fused", "adamw_bnb_8bit"]  # `optimizer_named` reads the last two
+# Those that torch makes, with the same state.
+TORCH_ADAMW: tuple[Optimizer, ...] = ("adamw_torch", "adamw_torch_fused")
+AnyOptimizer = Literal[Optimizer, "adamw_bnb_8bit"]  # `optimizer_named` reads the last one
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 Loss = Literal["full", "chunked", "liger"]
 Kernels = Literal["eager", "liger"]
@@ -309,7 +320,7 @@ class Train(Section):
     gradient_accumulation_dtype: Dtype | None = None
     """Number format in which the gradients of micro batches add up."""
     optimizer: Annotated[Optimizer, BeforeValidator(optimizer_named, json_schema_input_type=AnyOptimizer)] = "adamw"
-    """`adamw` is DeepSpeed's kernel, `adamw_torch` is torch's; `adamw_8bit` and, under DDP and FSDP2, `lion` are those of
+    """`adamw` is DeepSpeed's kernel, `adamw_torch` is torch's default and `adamw_torch_fused` its fused kernel; `adamw_8bit` and, under DDP and FSDP2, `lion` are those of
     the bitsandbytes package. 8 bit: moments in blocks of 256 with a scale each (arXiv 2110.02861); those of
     `paged_adamw_8bit` are in CUDA's managed memory, which moves them to RAM while the card has no room. `adafactor` keeps
     sums of squares by row and column (arXiv 1804.04235); `muon` steps hidden matrices along their gradients'

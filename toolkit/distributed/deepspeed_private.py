@@ -71,6 +71,29 @@ def skip_shared_memory_build() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+_BUILDERS = {
+    "async_io": "AsyncIOBuilder",
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "fused_adam": "FusedAdamBuilder",
+    "fused_lion": "FusedLionBuilder",
+    "pin_memory": "PinMemoryBuilder",
+    "quantizer": "QuantizerBuilder",
+    "deepspeed_shm_comm": "ShareMemCommBuilder",
+}
+
+
+def load_extension(name: str) -> None:
+    """Compile one of DeepSpeed's extensions, unless that is done, and load it, as the engine would at its first use.
+
+    Source:
+        accelerator/abstract_accelerator.py create_op_builder; ops/op_builder/builder.py OpBuilder.load.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().create_op_builder(_BUILDERS[name]).load(verbose=False)
+
+
 def replace_trace_check(check: TraceCheck) -> None:
     """Have ZeRO-3 call `check` with the ids that a rank has recorded, until `restore_patches`.
 

@@ -24,6 +24,7 @@ from toolkit.distributed.deepspeed_private import (
     unite_optimizers,
 )
 from toolkit.distributed.world import World, destroy_world, init_world
+from toolkit.engine.extensions import build_extensions
 from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.engine.optimizers import made_here
@@ -32,7 +33,6 @@ from toolkit.engine.seed import seed_random_state
 from toolkit.engine.zero3_trace import compare_within
 from toolkit.errors import PlanError, first_line, raise_all
 from toolkit.launch.build_tools import build_settings, built_with
-from toolkit.launch.builds import check_builds
 from toolkit.modeling.build import build_model, no_weight
 from toolkit.planning.plan import Plan
 from toolkit.tensor_parallel.guard import guard_engine
@@ -50,6 +50,9 @@ def initialize(
 ) -> Run:
     """Join the launcher's process groups, build the model and start its engine.
 
+    DeepSpeed's extensions are compiled first. Torch's fused AdamW takes the place of DeepSpeed's where that cannot be built; the run's plan
+    says so.
+
     Python's, NumPy's and torch's random states are seeded from `train.seed`, the data-parallel rank and the stage, whatever
     was drawn before.
 
@@ -65,12 +68,12 @@ def initialize(
 
     Raises:
         PlanError: The launcher or the machine does not match the plan.
-        RunError: BUILD_TOOLS, BUILD_LOCK.
+        RunError: BUILD_TOOLS, BUILD_FAILED, BUILD_LOCK.
         CheckpointError: The weights do not fit the model.
     """
     quiet_libraries()
-    check_builds(plan)
     world = world or init_world(plan.grid, backend=plan.gpu.backend)
+    plan = build_extensions(plan, world)
     memory = PhaseMemoryTracker(world.device)
     settings = build_settings(plan)
     for setting in settings.values() if world.is_main else ():

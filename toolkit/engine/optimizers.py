@@ -38,7 +38,8 @@ def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.op
     betas = (train.adam_beta1, train.adam_beta2)
     # One pass over the state, in RAM as on a card, and no temporaries (torch optim/adamw.py _fused_adamw).
     on_card = not plan.on_cpu and train.optimizer != "adamw_torch"
-    fused = True if plan.job.parallel.fsdp2_options.cpu_offload or on_card else None
+    is_fused = on_card or train.optimizer == "adamw_torch_fused" or plan.job.parallel.fsdp2_options.cpu_offload
+    fused = True if is_fused else None
     if train.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 

@@ -28,8 +28,32 @@ _SETTLE_SECONDS = 0.2
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "overlay"})
 
 
-def lock_problems(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machine | None = None) -> Iterator[Problem]:
-    """Yield a BUILD_LOCK problem for each stale lock of an extension that a run of a plan loads.
+def delete_stale_locks(
+    plan: Plan, consumer: Consumer = "toolkit", *, machine: Machine | None = None
+) -> Iterator[Problem]:
+    """Delete the stale locks of extensions that a run of a plan loads; yield a BUILD_LOCK problem for each that cannot be deleted.
+
+    Args:
+        plan: Resolved plan.
+        consumer: Which DeepSpeed configuration it runs with.
+        machine: Machine to run on; this one when left out.
+    """
+    for lock in stale_locks(plan, consumer, machine=machine):
+        try:
+            lock.unlink(missing_ok=True)
+        except OSError as error:
+            yield Problem(
+                code="BUILD_LOCK",
+                key=str(lock),
+                message=f"{lock} is a stale lock of a killed compilation, for which DeepSpeed would wait forever, and "
+                f"cannot be deleted: {error.strerror}",
+                fix=f"Delete it: rm {lock}",
+                source="torch utils/file_baton.py",
+            )
+
+
+def stale_locks(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machine | None = None) -> Iterator[Path]:
+    """Yield each stale lock of an extension that a run of a plan loads.
 
     Args:
         plan: Resolved plan.
@@ -46,15 +70,7 @@ def lock_problems(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machin
     suspects = {lock: identity for lock in locks if (identity := _ownerless(lock)) is not None}
     if suspects:
         time.sleep(_SETTLE_SECONDS)
-    for lock, identity in suspects.items():
-        if _ownerless(lock) == identity:
-            yield Problem(
-                code="BUILD_LOCK",
-                key=str(lock),
-                message=f"{lock} is a stale lock of a killed compilation, for which DeepSpeed would wait forever",
-                fix=f"Delete it: rm {lock}",
-                source="torch utils/file_baton.py",
-            )
+    yield from (lock for lock, identity in suspects.items() if _ownerless(lock) == identity)
 
 
 def _ownerless(lock: Path) -> tuple[int, int, int] | None:

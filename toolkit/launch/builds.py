@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import cast, get_args
 
 from toolkit.errors import RunError, ToolkitError, raise_all
-from toolkit.launch.build_locks import lock_problems
+from toolkit.launch.build_locks import delete_stale_locks
 from toolkit.launch.build_tools import build_settings, tool_problems
 from toolkit.planning.deepspeed_config import Consumer
 from toolkit.planning.plan import Plan
+from toolkit.planning.resolve import with_torch_adam
 
 
 def check_builds(plan: Plan, consumer: Consumer = "toolkit") -> None:
-    """Refuse to start a run whose extensions DeepSpeed cannot compile here, or for which it would wait forever.
+    """Refuse to start a run whose extensions DeepSpeed cannot compile here; delete stale locks, for which it would wait forever.
 
     Args:
         plan: Resolved plan.
@@ -29,7 +30,19 @@ def check_builds(plan: Plan, consumer: Consumer = "toolkit") -> None:
     Raises:
         RunError: BUILD_TOOLS, BUILD_LOCK.
     """
-    raise_all(RunError, [*tool_problems(plan, consumer), *lock_problems(plan, consumer)])
+    raise_all(RunError, [*tool_problems(plan, consumer), *delete_stale_locks(plan, consumer)])
+
+
+def with_other_adamw(plan: Plan, title: str, why: str) -> tuple[Plan, str]:
+    """Return a plan in which torch's fused AdamW takes the place of an extension of DeepSpeed's, and a line that says so.
+
+    Args:
+        plan: Resolved plan.
+        title: Name of the extension.
+        why: Why it cannot be built, as a clause.
+    """
+    made = with_torch_adam(plan, f"DeepSpeed's {title} cannot be built on this machine: {why}")
+    return made, f"torch's fused AdamW replaces DeepSpeed's {title}, which cannot be built here: {why}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ class Extension:
         by_nvcc: Whether it is a CUDA extension.
         asks_nvcc: Whether each load runs nvcc, not the compilation alone.
         needs_libaio: Whether it links with libaio.
+        replaceable: Whether torch's fused AdamW can take its place.
         key: Job key that requires it.
         wanted: The key and its value, as shown in a message.
         instead: What to set to avoid it; empty if nothing avoids it.
@@ -36,6 +38,7 @@ class Extension:
     by_nvcc: bool = False
     asks_nvcc: bool = False
     needs_libaio: bool = False
+    replaceable: bool = False
     key: str
     wanted: str
     instead: str
@@ -97,18 +100,53 @@ class Machine:
         Source:
             torch utils/cpp_extension.py _get_build_directory, _appdirs.py user_cache_dir.
         """
+        return (self.other_cache() or self.cache) / extension.name
+
+    @property
+    def cache(self) -> Path:
+        """Folder in which torch builds extensions, each in a folder of its own, if nothing is changed."""
         root = self.environment.get("TORCH_EXTENSIONS_DIR")
         if root is not None:
-            return Path(root) / extension.name
+            return Path(root)
         cache = self.environment.get("XDG_CACHE_HOME") or Path(self.environment.get("HOME", "/")) / ".cache"
-        python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+        return Path(cache) / "torch_extensions" / self._build
+
+    @property
+    def _build(self) -> str:
+        """Name of the Python and the CUDA that extensions are built for, as torch writes it."""
         cuda = self.installed.cuda
         device = "cpu" if cuda is None else f"cu{cuda.replace('.', '')}"
-        return Path(cache) / "torch_extensions" / f"{python}_{device}" / extension.name
+        return f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_{device}"
+
+    def other_cache(self) -> Path | None:
+        """Return the folder of temporary files to build in where the cache cannot be written; None where it can, or where neither can.
+
+        Torch writes a lock and ninja's file at each load, also of what is built already.
+        """
+        if can_write(self.cache):
+            return None
+        other = Path(self.environment.get("TMPDIR", "/tmp"), f"torch_extensions_{os.getuid()}", self._build)
+        return other if can_write(other) and _is_own(other.parent) else None
 
     def has_built(self, extension: Extension) -> bool:
         """Return whether an earlier run on this machine has compiled the extension."""
         return (self.folder(extension) / f"{extension.name}.so").is_file()
+
+
+def can_write(folder: Path) -> bool:
+    """Return whether files can be made in a folder, which need not exist: in the nearest of its parents that does."""
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether a folder in a place that all users write is this user's, or still to be made."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return True
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def extensions_of(plan: Plan, consumer: Consumer = "toolkit") -> tuple[Extension, ...]:
@@ -174,11 +212,12 @@ def _optimizer(plan: Plan, config: Mapping[str, Any], *, on_host: bool) -> Itera
     if kind is None or section.get("params", {}).get("torch_adam"):
         return
     place = "cpu" if on_host or plan.on_cpu else "fused"
-    instead = "set train.optimizer to adamw_torch"
+    instead = "set train.optimizer to adamw_torch_fused"
     if plan.profile.partial:  # stage3.py supports DeepSpeedCPUAdam alone there
-        instead = "set parallel.offload to another profile and train.optimizer to adamw_torch"
+        instead = "set parallel.offload to another profile and train.optimizer to adamw_torch_fused"
     yield Extension(
         name=f"{place}_{kind}",
+        replaceable=kind == "adam" and not plan.profile.partial,
         title=f"{'CPU' if place == 'cpu' else 'Fused'}{kind.title()}",
         by_nvcc=place == "fused",
         key="train.optimizer",

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.config.job import Job, Kernels, Loss, Offload
+from toolkit.config.job import TORCH_ADAMW, Job, Kernels, Loss, Offload
 from toolkit.planner.bounds import Setting, least_bytes
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.question import Question
@@ -91,7 +91,7 @@ def _profiles(job: Job, *, stage: int, pipeline: int) -> list[Offload]:
     """Return the offload profiles of a stage; files are chosen only where the job names a folder for them."""
     train = job.train
     found: list[Offload] = ["none"]
-    if stage and train.optimizer in ("adamw", "adamw_torch"):
+    if stage and train.optimizer in ("adamw", *TORCH_ADAMW):
         found.append("optimizer-cpu")
         if stage == 3:
             found += ["full-cpu"] if train.optimizer != "adamw" else ["optimizer-cpu-partial", "full-cpu"]

@@ -148,4 +148,6 @@ def _optimizer_section(draft: UncheckedPlan) -> dict[str, Any]:
     if draft.uses_torch_adam:
         # engine.py get_optimizer_configuration: torch.optim.AdamW in place of FusedAdam or CPUAdam.
         params["torch_adam"] = True
+    if train.optimizer == "adamw_torch_fused":
+        params["fused"] = True
     return {"type": "AdamW", "params": params}

@@ -137,16 +137,16 @@ def _one_spelling(job: Job) -> Job:
 
 
 def with_torch_adam(plan: Plan, reason: str) -> Plan:
-    """Return a plan in which torch's AdamW steps in place of DeepSpeed's, with all that follows from it.
+    """Return a plan in which torch's fused AdamW steps in place of DeepSpeed's, with all that follows from it.
 
     Args:
         plan: Plan whose job leaves the optimizer open, or names DeepSpeed's.
         reason: Reason for the change, for `toolkit validate --explain`.
     """
-    train = plan.job.train.model_copy(update={"optimizer": "adamw_torch"})
+    train = plan.job.train.model_copy(update={"optimizer": "adamw_torch_fused"})
     job = plan.job.model_copy(update={"train": train})
     made = resolve_with(job, model=plan.model, gpu=plan.gpu)
-    choice = Choice(key="train.optimizer", value="adamw_torch", source="derived", reason=reason)
+    choice = Choice(key="train.optimizer", value="adamw_torch_fused", source="derived", reason=reason)
     return replace(made, choices=(*(one for one in made.choices if one.key != choice.key), choice))
 
 

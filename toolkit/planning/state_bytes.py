@@ -20,6 +20,7 @@ GRADIENT_BYTES = 4  # in fp32, where the state is offloaded
 MOMENT_BYTES: dict[Optimizer, float] = {
     "adamw": 8,
     "adamw_torch": 8,
+    "adamw_torch_fused": 8,
     "adamw_8bit": 2 + 2 * 4 / 256,
     "paged_adamw_8bit": 2 + 2 * 4 / 256,
     "schedule_free_adamw": 8,

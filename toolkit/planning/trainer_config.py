@@ -29,6 +29,7 @@ LIGER_KERNELS = {
 _OPTIMIZERS = {
     "adamw": "adamw_torch",
     "adamw_torch": "adamw_torch",
+    "adamw_torch_fused": "adamw_torch_fused",
     "adamw_8bit": "adamw_bnb_8bit",
     "paged_adamw_8bit": "paged_adamw_8bit",
     "schedule_free_adamw": "schedule_free_adamw",

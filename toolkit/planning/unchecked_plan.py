@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
 from toolkit.catalog.parameters import WHOLE, BackwardShares, count_lora_parameters, count_parameters
-from toolkit.config.job import Dtype, Job
+from toolkit.config.job import TORCH_ADAMW, Dtype, Job
 from toolkit.deepspeed_spec.wrapper import Wrapper, optimizer_wrapper
 from toolkit.planning.offload import PROFILES, OffloadProfile
 from toolkit.planning.settings import Settings
@@ -61,7 +61,7 @@ class UncheckedPlan:
     def uses_torch_adam(self) -> bool:
         """True if torch's AdamW steps: as the job says, or on CPU, where DeepSpeed's kernels would have to be compiled."""
         optimizer = self.job.train.optimizer
-        return optimizer == "adamw_torch" or (optimizer == "adamw" and self.on_cpu and not self.profile.optimizer)
+        return optimizer in TORCH_ADAMW or (optimizer == "adamw" and self.on_cpu and not self.profile.optimizer)
 
     @property
     def engine_accumulation_dtype(self) -> Dtype:

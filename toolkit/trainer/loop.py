@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from toolkit.arguments import checks_arguments
+from toolkit.artifacts.files import emit
 from toolkit.checkpoint.best import best_checkpoint
 from toolkit.checkpoint.discovery import remove_leftovers
 from toolkit.checkpoint.fingerprint import identify
@@ -16,11 +17,11 @@ from toolkit.checkpoint.resume import AUTO, ResumePoint, set_aside, skip_damaged
 from toolkit.config.user_code import imported
 from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.distributed.world import World, destroy_world, init_world
+from toolkit.engine.extensions import build_extensions
 from toolkit.engine.initialize import initialize, locate_weights
 from toolkit.engine.preparation import prepare_in_turn
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, PlanError, raise_all
-from toolkit.launch.builds import check_builds
 from toolkit.launch.extensions import Machine
 from toolkit.launch.packages import tracker_problems
 from toolkit.planning.plan import Plan
@@ -89,7 +90,6 @@ def train_within(
 ) -> TrainResult:
     """Train a plan as `train` does, within the limits of a session."""
     raise_all(PlanError, data_section_problems(plan.job))
-    check_builds(plan)  # before the data are read, which may take long
     raise_all(PlanError, tracker_problems(plan.job.train.report_to))
     callbacks = make_callbacks(plan)
     if plan.job.train.compute_loss is not None:
@@ -110,6 +110,7 @@ def train_within(
                 own: Reporter = Terminal() if world.is_main else Silent()
                 reporter = stack.enter_context(own)
             point = begin_together(plan, world, resume=resume, convert=convert, held=stack, say=reporter.say)
+            plan = _built(plan, world, reporter, point)  # before the data are read, which may take long
             skips = resume == AUTO
             return _train(plan, world, reporter, point, skips=skips, convert=convert, limits=limits, attach=join)
     except BaseException:
@@ -199,14 +200,26 @@ def _resume(run: Run, point: ResumePoint, reporter: Reporter, *, skips: bool, co
     return None
 
 
+def _built(plan: Plan, world: World, reporter: Reporter, point: ResumePoint | None) -> Plan:
+    """Compile what DeepSpeed loads; return the plan, with torch's AdamW where DeepSpeed's cannot be built and no checkpoint has its state."""
+    machine = Machine()
+    titles = " and ".join(one.title for one in machine.compiles(plan) if not machine.has_built(one))
+    if titles and plan.job.parallel.strategy == "zero":
+        reporter.stage(f"compiling DeepSpeed's {titles} (minutes, the first time only)")
+    made = build_extensions(plan, world, may_replace=point is None)
+    if made is not plan and world.is_main:
+        configs = plan.output_dir / "configs"
+        if configs.is_dir():  # written by the command that started this rank
+            emit(made, configs)
+            made.save(plan.output_dir / "plan.json")
+    return made
+
+
 def _build(plan: Plan, world: World, reporter: Reporter) -> Run:
     weights = None
     if plan.settings.init == "pretrained":
         if plan.model.path is None:
             reporter.stage(f"fetching what the cache lacks of {plan.model.name}")
         weights = run_with_heartbeat(world, lambda: locate_weights(plan))
-    machine = Machine()
-    titles = " and ".join(one.title for one in machine.compiles(plan) if not machine.has_built(one))
-    then = f", then compiling DeepSpeed's {titles} (minutes, the first time only)" if titles else ""
-    reporter.stage(f"building the model{then}")
+    reporter.stage("building the model")
     return initialize(plan, world=world, weights=weights)

@@ -20,7 +20,15 @@ from toolkit.planning.settings import ITEMSIZES
 from toolkit.planning.state_bytes import MOMENT_BYTES, OF_OWN_TYPE
 
 OptimizerKind = Literal[
-    "fused_adam", "torch_adamw", "adamw_8bit", "schedule_free_adamw", "adafactor", "muon", "fused_lion", "sgd"
+    "fused_adam",
+    "torch_adamw",
+    "torch_fused_adamw",
+    "adamw_8bit",
+    "schedule_free_adamw",
+    "adafactor",
+    "muon",
+    "fused_lion",
+    "sgd",
 ]
 # Those that DeepSpeed's file does not name: its own kernels do not make them.
 _OF_THE_JOB = ("schedule_free_adamw", "adafactor", "muon")
@@ -29,6 +37,7 @@ _OF_THE_JOB = ("schedule_free_adamw", "adafactor", "muon")
 _NAMES: Mapping[OptimizerKind, JobOptimizer] = {
     "fused_adam": "adamw",
     "torch_adamw": "adamw_torch",
+    "torch_fused_adamw": "adamw_torch_fused",
     "adamw_8bit": "adamw_8bit",
     "schedule_free_adamw": "schedule_free_adamw",
     "adafactor": "adafactor",
@@ -236,4 +245,6 @@ def _optimizer_kind(keys: DeepSpeedConfig) -> OptimizerKind:
         return "fused_lion"
     if name == "sgd":
         return "sgd"
-    return "torch_adamw" if keys.optimizer_params.get("torch_adam") else "fused_adam"
+    if not keys.optimizer_params.get("torch_adam"):
+        return "fused_adam"
+    return "torch_fused_adamw" if keys.optimizer_params.get("fused") else "torch_adamw"

@@ -13,9 +13,35 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Keys that only some optimizers read (torch.optim, deepspeed ops/adam, ops/lion).
 _OPTIMIZER_KEYS = {
-    "adam_beta1": ("adamw", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "muon", "lion"),
-    "adam_beta2": ("adamw", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "muon", "lion"),
-    "adam_epsilon": ("adamw", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "muon"),
+    "adam_beta1": (
+        "adamw",
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+        "schedule_free_adamw",
+        "muon",
+        "lion",
+    ),
+    "adam_beta2": (
+        "adamw",
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+        "schedule_free_adamw",
+        "muon",
+        "lion",
+    ),
+    "adam_epsilon": (
+        "adamw",
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+        "schedule_free_adamw",
+        "muon",
+    ),
     "momentum": ("sgd", "muon"),
 }
 
