@@ -30,7 +30,8 @@ from toolkit.errors import CheckError, Problem, RunError, ToolkitError, raise_al
 if TYPE_CHECKING:
     from toolkit.config.job import Card
     from toolkit.distributed.diagnose.blocked_ranks import Wait
-    from toolkit.launch.environment import Backend, WorkerIdentity
+    from toolkit.launch.environment import Backend
+    from toolkit.launch.identity import WorkerIdentity
     from toolkit.topology.placement import Placement
 
 
@@ -98,11 +99,12 @@ def check_placement(placement: Placement, *, gpu: str | Card | None, timeout_sec
         CheckError: GROUP_OPERATION, GROUP_HANG.
     """
     from toolkit.catalog.gpus import find_gpu
-    from toolkit.launch.environment import rank_from_environment
+    from toolkit.launch.identity import rank_from_environment
 
     backend: Backend | None = None if gpu is None else find_gpu(gpu).backend
     identity = rank_from_environment(os.environ)
     if identity is not None:
+        os.environ.update(identity.as_environment())  # the ranks' store is found by torch's names alone
         return _as_rank(placement, identity, backend=backend, timeout_seconds=timeout_seconds, as_json=as_json)
     return _as_launcher(placement, backend=backend, timeout_seconds=timeout_seconds, as_json=as_json)
 

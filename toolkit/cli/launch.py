@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from toolkit.cli.on_hosts import HostfileOption, HostsOption, read_hosts, run_and_exit
 from toolkit.cli.options import JobArgument, JsonOption, SetOption, note_job, note_json, read_plan
-from toolkit.cli.output import print_json
+from toolkit.cli.output import print_json, say
 
 _DEFAULT_OUTPUT = Path("runs")
 
@@ -40,6 +41,8 @@ def launch(
         Path | None,
         typer.Option(help="With --num-proc: folder of logs, by default runs/NAME for a script NAME.py."),
     ] = None,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run your script as every rank of a job on this node, with the environment, logs and clean end of `toolkit train`.
@@ -52,13 +55,15 @@ def launch(
 
     Example: `toolkit launch --num-proc 2 my_script.py --my-option 3`
 
+    Example: `toolkit launch --hosts node1:4,node2:4 job.yaml my_script.py`
+
     JSON keys, printed last: exit_code, interrupted, plan, log_dir, failure (rank, ended_by, log_file, problems).
     """
     from toolkit.cli.launching import print_failure
 
     words = list(command or ())
     if num_proc is not None:
-        _refuse_job_options(overrides)
+        _refuse_job_options(overrides, hosts, hostfile)
         note_job(context, None)
         as_json = note_json(context, as_json)
         outcome, shown = _launch_without_job(
@@ -69,6 +74,11 @@ def launch(
         more, words = _own_options(words)
         as_json = note_json(context, as_json or "--json" in more)
         sets = [*(overrides or ()), *(option.removeprefix("--set=") for option in more if option.startswith("--set="))]
+        if hosts is not None or hostfile is not None:
+            script = _script(words)
+            found, plan, sizes = read_hosts(job, sets, hosts, hostfile, as_json=as_json)
+            changes = [word for override in sets for word in ("--set", override)]
+            run_and_exit(found, plan, ["launch", *changes, *sizes, str(job), str(script), *words[1:]], trainer=False)
         outcome, shown = _launch_job(job, words, overrides=sets)
     print_failure(outcome)
     if as_json:
@@ -78,10 +88,16 @@ def launch(
 
 def _launch_job(job: Path, command: list[str], *, overrides: list[str]) -> tuple[Any, dict[str, Any]]:
     script = _script(command)
-    from toolkit.cli.launching import outcome_as_dict, run_on_this_node
+    from toolkit.cli.launching import become_rank, outcome_as_dict, place_of, run_on_this_node
+    from toolkit.launch.place import Node
 
     plan = read_plan(job, overrides)
-    outcome = run_on_this_node(plan, _worker(script, command[1:]))
+    place = place_of(plan)
+    if place is not None and not isinstance(place, Node):
+        become_rank(plan, _worker(script, command[1:]), place)
+    if place is not None:
+        say(place.describe())
+    outcome = run_on_this_node(plan, _worker(script, command[1:]), node=place)
     return outcome, outcome_as_dict(plan, outcome)
 
 
@@ -103,9 +119,12 @@ def _worker(script: Path, arguments: list[str]) -> list[str]:
     return [sys.executable, str(script), *arguments]
 
 
-def _refuse_job_options(overrides: list[str] | None) -> None:
+def _refuse_job_options(overrides: list[str] | None, hosts: str | None, hostfile: Path | None) -> None:
     if overrides:
         raise typer.BadParameter("--set changes a job, and --num-proc runs a script without one", param_hint="--set")
+    if hosts is not None or hostfile is not None:
+        what = "--num-proc runs a script on this machine: give a job, whose ranks run on the hosts"
+        raise typer.BadParameter(what, param_hint="--hosts")
 
 
 def _refuse_options_without_job(job: Path, *, on_cpu: bool, output_dir: Path | None) -> None:

@@ -8,18 +8,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.cli.job_checks import output_problems
 from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH
-from toolkit.errors import PlanError, Problem, RunError, ToolkitError, raise_all
+from toolkit.cli.output import say
+from toolkit.errors import OUT_OF_TIME_EXIT_CODE, PlanError, Problem, RunError, ToolkitError, raise_all
 from toolkit.launch.devices import visible_cards
-from toolkit.launch.environment import PLAN_VARIABLE, Backend
-from toolkit.launch.local import LOGS, check_one_node, launch_local, launch_ranks
+from toolkit.launch.environment import PLAN_VARIABLE, Backend, explain_environment, python_module
+from toolkit.launch.identity import WorkerIdentity
+from toolkit.launch.local import LOGS, check_nodes, launch_local, launch_ranks
 from toolkit.launch.outcome import RunOutcome
 from toolkit.launch.output_lock import hold_output
+from toolkit.launch.place import Node, find_place
 from toolkit.launch.supervisor import GRACE_SECONDS, WHEN_ASKED, TrainerRanks
 from toolkit.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from toolkit.trainer.limits import Limits
 
 
 def log_folder(plan: Plan) -> Path:
@@ -31,16 +37,18 @@ def run_on_this_node(
     plan: Plan,
     argv: Sequence[str],
     *,
+    node: Node | None = None,
     when_asked: str = WHEN_ASKED,
     grace_seconds: float = GRACE_SECONDS,
     trainer: TrainerRanks | None = None,
 ) -> RunOutcome:
-    """Run one process per rank and wait for all of them.
+    """Run one process per rank of this machine and wait for all of them.
 
     The plan is saved as `output_dir/plan.json`, whose path each process finds in TOOLKIT_PLAN.
 
     Args:
         argv: Command line of a rank, the same for each.
+        node: This machine's place among the plan's nodes; None for a plan of one node. The first node's process owns output_dir.
         when_asked: What a rank does at Ctrl-C, as printed.
         grace_seconds: Seconds that a rank has to end after another has failed.
         trainer: What the ranks do if they are those of `toolkit train`.
@@ -52,18 +60,80 @@ def run_on_this_node(
     _restore_environment()
     raise_all(PlanError, output_problems(plan.output_dir))
     plan_file = (plan.output_dir / "plan.json").absolute()
-    check_one_node(plan)
-    with hold_output(plan.output_dir):
+    check_nodes(plan, node)
+    with contextlib.ExitStack() as stack:
+        if node is None or node.node == 0:
+            stack.enter_context(hold_output(plan.output_dir))
         plan.save(plan_file)
         return launch_local(
             plan,
             argv,
             log_dir=log_folder(plan),
+            node=node,
             extra_environment={PLAN_VARIABLE: str(plan_file)},
             when_asked=when_asked,
             grace_seconds=grace_seconds,
             trainer=trainer,
         )
+
+
+def run_node_again(plan: Plan, node: Node, limits: Limits) -> int:
+    """Run the command of this process once for each rank of this node, as torchrun would, and return the exit code.
+
+    Rank 0 checks and writes what a run of one machine does before its ranks start; nothing is written here but logs.
+
+    Raises:
+        RunError: LAUNCH_CARDS, PORT_IN_USE, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK, NVME_IN_USE, LOG_DIR, WORKER_START.
+        PlanError: OUTPUT_PATH.
+    """
+    raise_all(PlanError, output_problems(plan.output_dir))
+    outcome = launch_local(
+        plan,
+        [*python_module("toolkit"), *sys.argv[1:]],
+        log_dir=log_folder(plan),
+        node=node,
+        when_asked="each rank finishes its step and saves",
+        grace_seconds=0.0,
+        trainer=TrainerRanks(exit_codes=frozenset({OUT_OF_TIME_EXIT_CODE}), asked_seconds=limits.signal_seconds),
+    )
+    print_failure(outcome)
+    return outcome.exit_code
+
+
+def become_rank(plan: Plan, argv: Sequence[str], identity: WorkerIdentity) -> NoReturn:
+    """Replace this process, which srun, mpirun or another launcher started as one rank, by a command in a rank's environment.
+
+    Raises:
+        PlanError: OUTPUT_PATH, OUTPUT_WRITE.
+    """
+    _restore_environment()
+    raise_all(PlanError, output_problems(plan.output_dir))
+    plan_file = (plan.output_dir / "plan.json").absolute()
+    plan.save(plan_file)  # the same on each rank, whether they share the folder or not
+    settings = explain_environment(
+        base=os.environ,
+        local_world_size=plan.job.cluster.gpus_per_node,
+        backend=plan.gpu.backend,
+        cpu_threads=None,
+    )
+    ours = {name: setting.value for name, setting in settings.items()} | identity.as_environment()
+    if identity.rank == 0:
+        say(identity.describe())
+    sys.stdout.flush()
+    os.execvpe(argv[0], list(argv), {**os.environ, **ours, PLAN_VARIABLE: str(plan_file)})
+
+
+def place_of(plan: Plan) -> WorkerIdentity | Node | None:
+    """Return what this process is to a plan, as its environment says.
+
+    Raises:
+        RunError: LAUNCH_ENV.
+        PlanError: WORLD_SIZE.
+    """
+    cluster = plan.job.cluster
+    return find_place(
+        os.environ, nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node, master_port=cluster.master_port
+    )
 
 
 def run_without_job(

@@ -62,15 +62,14 @@ def check_arguments(job: Path | None, overrides: Sequence[str] | None, sizes: Si
 
 def with_launched_sizes(sizes: Sizes) -> Sizes:
     """Fill in nodes and devices of a launcher's environment if neither is given."""
-    from toolkit.launch.environment import rank_from_environment
+    from toolkit.launch.identity import rank_from_environment
 
     identity = rank_from_environment(os.environ)
-    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     given = sizes.nodes is not None or sizes.gpus_per_node is not None
-    if identity is None or given or not local_size.isdecimal():
+    if identity is None or given or identity.local_world_size is None:
         return sizes
-    num_nodes, left_over = divmod(identity.world_size, int(local_size))
-    return sizes if left_over else replace(sizes, nodes=num_nodes, gpus_per_node=int(local_size))
+    num_nodes, left_over = divmod(identity.world_size, identity.local_world_size)
+    return sizes if left_over else replace(sizes, nodes=num_nodes, gpus_per_node=identity.local_world_size)
 
 
 def read_placement(job: Path | None, overrides: Sequence[str] | None, sizes: Sizes) -> tuple[Job | None, Placement]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.cli.elastic import after_restart, agents_code, elastic_plan
+from toolkit.cli.on_hosts import HostfileOption, HostsOption, train_on_hosts
 from toolkit.cli.options import JobArgument, JsonOption, SetOption
 from toolkit.cli.output import print_fields, print_json, say, warn
 from toolkit.cli.summary import plan_fields
@@ -18,7 +19,9 @@ from toolkit.errors import INTERRUPTED_EXIT_CODE, OUT_OF_TIME_EXIT_CODE
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from toolkit.launch.identity import WorkerIdentity
     from toolkit.launch.outcome import RunOutcome
+    from toolkit.launch.place import Node
     from toolkit.planning.plan import Plan
     from toolkit.trainer.limits import Limits
 
@@ -90,6 +93,16 @@ def train(
             help="Take the fixed defaults for what the job leaves open, instead of the fastest settings for these cards.",
         ),
     ] = False,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="Under torchrun with --nnodes MIN:MAX: run on as many nodes as there are, with the job's global batch, from the last "
+            "checkpoint. Start it with --max-restarts, and a node that is lost or comes back restarts the ranks on the others.",
+        ),
+    ] = False,
+    hosts: HostsOption = None,
+    hostfile: HostfileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Fine-tune a model as the job file says: on this machine's cards, or on CPU with `cluster: {gpu: cpu}`.
@@ -97,19 +110,22 @@ def train(
     On cards, what the job leaves open is chosen first: the fastest settings that fit them and keep its numbers.
 
     Ctrl-C, or SIGTERM, SIGHUP or SIGUSR2 from a scheduler, ends the current step, saves a checkpoint and shows how
-    to go on; SIGUSR1 saves one and goes on. Under torchrun, `deepspeed` or `accelerate launch` this command is one of their ranks. One run at a time has an
-    output_dir.
+    to go on; SIGUSR1 saves one and goes on. Under torchrun, `deepspeed`, `accelerate launch`, or srun and mpirun with a process a
+    rank, this command is one of their ranks; as the one process of a node it starts that node's. One run at a time has an output_dir.
 
-    Example: `toolkit train job.yaml --set train.max_steps=100`
+    Example: `toolkit train job.yaml --set train.max_steps=100`, `toolkit train job.yaml --hosts node1:8,node2:8`
 
     JSON keys: exit_code, interrupted, plan, log_dir, failure, checkpoint, export, hub, next_command (how to go on, or to
     export weights alone, from which no run resumes; null when there is nothing left to do).
     """
-    from toolkit.launch.output_lock import hold_output
-    from toolkit.launch.signals import Interrupt
-    from toolkit.trainer.worker import leave, run_rank
-
     resume = _one_resume(resume, resume_from_checkpoint, overwrite=overwrite)
+    if elastic and overwrite:
+        raise typer.BadParameter(
+            "it goes on from the last checkpoint, which --overwrite would delete", param_hint="--elastic"
+        )
+    if hosts is not None or hostfile is not None:
+        train_on_hosts(job, overrides, hosts, hostfile, as_json=as_json)
+    resume, overwrite = after_restart(resume, overwrite=overwrite, elastic=elastic)
     call = Call(
         job=job,
         overrides=tuple(overrides or ()),
@@ -123,26 +139,42 @@ def train(
     )
     limits = call.limits()
     plan = checked_plan(job, overrides)
-    rank = _rank()
-    if rank is None and not as_is:
+    if elastic:
+        plan = elastic_plan(plan)
+    place = _place(plan)
+    if place is None and not as_is:
         plan = fastest_plan(plan, job, resume=resume)
     if dry_run:
-        _show(plan, call, overwrite=overwrite, as_json=as_json)
+        _show(plan, call, place, overwrite=overwrite, as_json=as_json)
         return
-    if rank:  # rank 0 alone checks and writes before all of them meet
-        leave(
-            run_rank(
-                lambda: startable_plan(plan, resume, alone=False)[0],
-                resume=resume,
-                convert=call.convert,
-                limits=limits,
-            )
+    raise typer.Exit(_run(plan, call, limits, place, overwrite=overwrite, as_json=as_json))
+
+
+def _run(
+    plan: Plan, call: Call, limits: Limits, place: WorkerIdentity | Node | None, *, overwrite: bool, as_json: bool
+) -> int:
+    """Train as what this process is to the plan, and return the exit code; a rank ends here."""
+    from toolkit.cli.launching import run_node_again
+    from toolkit.launch.output_lock import hold_output
+    from toolkit.launch.place import Node
+    from toolkit.launch.signals import Interrupt
+    from toolkit.trainer.worker import leave, run_rank
+
+    if isinstance(place, Node):
+        return run_node_again(plan, place, limits)
+    if place is not None and place.rank:  # rank 0 alone checks and writes before all of them meet
+        code = run_rank(
+            lambda: startable_plan(plan, call.resume, alone=False)[0],
+            resume=call.resume,
+            convert=call.convert,
+            limits=limits,
         )
+        leave(agents_code(code))
     with Interrupt(), hold_output(plan.output_dir):
-        code = _train(plan, call, limits, under_launcher=rank is not None, overwrite=overwrite, as_json=as_json)
-    if rank is not None:
-        leave(code)
-    raise typer.Exit(code)
+        code = _train(plan, call, limits, under_launcher=place is not None, overwrite=overwrite, as_json=as_json)
+    if place is not None:
+        leave(agents_code(code))
+    return code
 
 
 def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overwrite: bool) -> str | None:
@@ -238,15 +270,18 @@ def run_workers(
     return outcome
 
 
-def _rank() -> int | None:
-    """Return the rank of this process if a launcher started it, else None."""
-    from toolkit.launch.environment import rank_from_environment
+def _place(plan: Plan) -> WorkerIdentity | Node | None:
+    """Return what this process is to the plan; a node's starter and rank 0 say how that was found."""
+    from toolkit.cli.launching import place_of
+    from toolkit.launch.place import Node
 
-    identity = rank_from_environment(os.environ)
-    return None if identity is None else identity.rank
+    place = place_of(plan)
+    if isinstance(place, Node) or (place is not None and place.rank == 0):
+        say(place.describe())
+    return place
 
 
-def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
+def _show(plan: Plan, call: Call, place: WorkerIdentity | Node | None, *, overwrite: bool, as_json: bool) -> None:
     """Print what would run, and what would be refused."""
     from toolkit.checkpoint.compatibility import describe_changes, describe_layout
     from toolkit.checkpoint.resume import resume_point
@@ -261,7 +296,8 @@ def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
         warnings = []
     else:
         check_stop_after(call.stop_after, 0 if point is None else point.state.step)
-        warnings = [*check_dry_run(plan, resuming=call.resume is not None, overwrite=overwrite), *call.warnings(plan)]
+        refused = check_dry_run(plan, resuming=call.resume is not None, overwrite=overwrite, launched=place is not None)
+        warnings = [*refused, *call.warnings(plan)]
     command = call.command(None if point is None else point.folder, overwrite=overwrite)
     if as_json:
         configuration = plan.deepspeed_config()

@@ -107,8 +107,14 @@ def _saved_optimizer(folder: Path) -> str | None:
         return None
 
 
-def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
+def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool, launched: bool = False) -> list[str]:
     """Make the checks of a start without starting.
+
+    Args:
+        plan: Resolved plan.
+        resuming: Whether a checkpoint is resumed.
+        overwrite: Whether an earlier run is deleted.
+        launched: Whether a launcher says which node this is.
 
     Returns:
         Reasons why a start on this machine would be refused, and warnings: jobs are often checked on another machine.
@@ -119,7 +125,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     """
     from toolkit.launch.build_tools import tool_problems
     from toolkit.launch.devices import card_problems
-    from toolkit.launch.local import check_machine, check_one_node
+    from toolkit.launch.local import check_machine, check_nodes
     from toolkit.launch.output_lock import use_problems
     from toolkit.launch.packages import package_problems
     from toolkit.launch.software import software_warnings
@@ -127,7 +133,8 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     from toolkit.trainer.checks import output_problems, space_warnings
 
     raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite))
-    check_one_node(plan)
+    if not launched:
+        check_nodes(plan)
     cards = list(card_problems(plan))
     found = [*use_problems(plan.output_dir), *cards, *package_problems(plan)]
     changes: tuple[str, ...] = ()

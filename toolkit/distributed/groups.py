@@ -21,7 +21,7 @@ from toolkit.distributed.fake import fake_world
 from toolkit.distributed.process_groups import join_group
 from toolkit.distributed.world import World, destroy_world, init_world
 from toolkit.errors import PlanError
-from toolkit.launch.environment import rank_from_environment
+from toolkit.launch.identity import rank_from_environment
 from toolkit.topology.grid import AXES, Axis, Grid
 
 __all__ = ["Grid", "World", "destroy", "fake", "from_device_mesh", "init", "to_device_mesh"]

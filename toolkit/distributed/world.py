@@ -18,7 +18,9 @@ from toolkit.distributed.deepspeed_private import reset_groups, skip_shared_memo
 from toolkit.distributed.device import rank_device
 from toolkit.distributed.process_groups import forget_groups, join_group
 from toolkit.errors import PlanError, RunError, ToolkitError
-from toolkit.launch.environment import ALLOCATOR, WorkerIdentity, rank_from_environment
+from toolkit.launch.environment import ALLOCATOR
+from toolkit.launch.identity import WorkerIdentity, rank_from_environment
+from toolkit.launch.interfaces import GLOO_VARIABLE, interface_of_run
 from toolkit.topology.grid import Coordinate, Grid
 
 # Collectives time out after this long. Long enough for the first step to compile kernels and for a
@@ -119,6 +121,7 @@ def init_world(
     Raises:
         PlanError: WORLD_SIZE if the launcher started a number of processes other than the plan's ranks;
             WORLD_NO_GPU if the plan needs CUDA and this process sees none.
+        RunError: LAUNCH_ENV, MASTER_ADDR.
     """
     environment = os.environ if environment is None else environment
     identity = rank_from_environment(environment)
@@ -139,7 +142,7 @@ def init_world(
     owns_groups = not dist.is_initialized()
     if owns_groups:
         reset_groups()
-        _initialize(backend, environment, rank=rank, size=size, timeout=timeout, device=device)
+        _initialize(backend, identity, timeout=timeout, device=device)
     _tell_deepspeed(backend)
     coordinate = grid.coordinate(rank)
     return World(
@@ -174,7 +177,10 @@ def destroy_world(world: World) -> None:
 def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
     """Set the environment variables that torch and DeepSpeed read, if the launcher has not."""
     # deepspeed comm/comm.py and zero/utils.py read them by name; Open MPI, SLURM and a single process set others or none.
-    for name, value in identity.as_environment().items():
+    ours = identity.as_environment()
+    if GLOO_VARIABLE not in os.environ and (interface := interface_of_run(identity)):
+        ours[GLOO_VARIABLE] = interface
+    for name, value in ours.items():
         _variables_before.setdefault(name, os.environ.get(name))
         os.environ[name] = value
     if backend == "nccl":
@@ -198,14 +204,12 @@ def _prepare_messages() -> None:
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
-def _initialize(
-    backend: str, environment: Mapping[str, str], *, rank: int, size: int, timeout: timedelta, device: torch.device
-) -> None:
+def _initialize(backend: str, identity: WorkerIdentity, *, timeout: timedelta, device: torch.device) -> None:
     dist.init_process_group(
         backend,
-        store=_own_store(environment, rank=rank, size=size, timeout=timeout),
-        rank=rank,
-        world_size=size,
+        store=_own_store(identity, timeout=timeout),
+        rank=identity.rank,
+        world_size=identity.world_size,
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
@@ -220,12 +224,12 @@ def _tell_deepspeed(backend: str) -> None:
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
-def _own_store(environment: Mapping[str, str], *, rank: int, size: int, timeout: timedelta) -> Store:
+def _own_store(identity: WorkerIdentity, *, timeout: timedelta) -> Store:
     """Return a key-value store that all ranks share that no earlier run of these processes has written to."""
+    rank, size = identity.rank, identity.world_size
     if size == 1:
         return HashStore()
-    address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-    store = _launcher_store(address, rank=rank, size=size, timeout=timeout)
+    store = _launcher_store(f"{identity.master_addr}:{identity.master_port}", rank=rank, size=size, timeout=timeout)
     # Keys left there by an earlier run's groups are addresses of closed sockets. Each rank counts for
     # itself: all ranks join equally often.
     return PrefixStore(f"run-{store.add(f'joined-by-{rank}', 1)}", store)

@@ -1,4 +1,4 @@
-"""The environment of a worker process, and detection of the launcher that started this one.
+"""The environment of a worker process.
 
 Variables that differ by rank identify a worker; the others are settings, each with the reason that
 `explain_environment` gives. A user's own value wins unless it contradicts the job.
@@ -10,25 +10,24 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from toolkit.errors import Problem, RunError, raise_all
+from toolkit.launch.identity import LAUNCHED
 
 Backend = Literal["nccl", "gloo"]
-Launcher = Literal["torchrun", "deepspeed", "accelerate", "slurm", "openmpi"]
 
 _ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _CONTRADICTABLE = frozenset({"DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"})
 # Variables left by another launcher describe its processes, not ours:
 # TORCHELASTIC_USE_AGENT_STORE alone turns every rank into a client of a store that nobody serves, and
 # ACCELERATE_USE_FSDP changes how transformers loads weights.
-_FOREIGN_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "ACCELERATE_")
+_FOREIGN_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "ACCELERATE_")
 _FOREIGN_NAMES = frozenset(
     {
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),  # torchrun
         *("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE"),  # DeepSpeed
+        *("PMI_RANK", "PMI_SIZE", "PMI_FD", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
     }
 )
 
@@ -49,23 +48,6 @@ class Setting(NamedTuple):
 
     value: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerIdentity:
-    """Identity of this worker process: global rank, rank within its node, and number of ranks of the run."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-
-    def as_environment(self) -> dict[str, str]:
-        """Return the variables that DeepSpeed asks for by name, also when SLURM or Open MPI used others.
-
-        Source:
-            deepspeed 0.19.8, comm/comm.py init_distributed: without them it turns to mpi4py.
-        """
-        return {"RANK": str(self.rank), "LOCAL_RANK": str(self.local_rank), "WORLD_SIZE": str(self.world_size)}
 
 
 def available_cpus() -> int:
@@ -180,6 +162,7 @@ def worker_environment(
     return {
         **kept,
         **{name: setting.value for name, setting in settings.items()},
+        LAUNCHED: "1",
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(world_size),
@@ -191,102 +174,3 @@ def worker_environment(
 
 def _is_foreign(name: str) -> bool:
     return name in _FOREIGN_NAMES or name.startswith(_FOREIGN_PREFIXES)
-
-
-def detect_launcher(env: Mapping[str, str]) -> Launcher | None:
-    """Return the name of the launcher that started this process as one of several ranks, or `None`.
-
-    Accelerate comes first because it starts its workers through torchrun or DeepSpeed, SLURM last because it may
-    wrap every other launcher. A batch script or an interactive shell under SLURM is not a launched worker.
-
-    Source:
-        accelerate 1.15 utils/launch.py prepare_*_env; deepspeed 0.19.8 launcher/launch.py main;
-        torch 2.13 distributed/elastic/agent/server/local_elastic_agent.py _start_workers; `man srun`, `man mpirun`.
-    """
-    if "ACCELERATE_MIXED_PRECISION" in env:
-        return "accelerate"
-    if "CROSS_RANK" in env and "CROSS_SIZE" in env:
-        return "deepspeed"
-    if "TORCHELASTIC_RUN_ID" in env:
-        return "torchrun"
-    if "OMPI_COMM_WORLD_RANK" in env:
-        return "openmpi"
-    if "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        return "slurm"
-    return None
-
-
-_RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-_NAMES_BY_LAUNCHER: Mapping[Launcher, tuple[str, str, str]] = {
-    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
-}
-_FIX = (
-    "Start the workers with `toolkit launch` or torchrun, which set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
-    "MASTER_PORT; or unset all five to run one process"
-)
-
-
-def rank_from_environment(env: Mapping[str, str]) -> WorkerIdentity | None:
-    """Read this worker's identity from the environment.
-
-    RANK, LOCAL_RANK and WORLD_SIZE decide if any is set; else those of Open MPI or of a SLURM step.
-
-    Returns:
-        The identity, or `None` when no launcher started this process.
-    Raises:
-        RunError: LAUNCH_ENV, with every variable that is missing, not a number or out of range.
-    """
-    launcher = detect_launcher(env)
-    names = _RANK_NAMES
-    if launcher is not None and launcher in _NAMES_BY_LAUNCHER and not any(name in env for name in _RANK_NAMES):
-        names = _NAMES_BY_LAUNCHER[launcher]
-    if not any(name in env for name in names):
-        return None
-    numbers = {name: _number(env.get(name)) for name in names}
-    raise_all(RunError, _unreadable(env, numbers))
-    rank, local_rank, world_size = (numbers[name] or 0 for name in names)
-    raise_all(RunError, _inconsistent(env, names, rank=rank, local_rank=local_rank, world_size=world_size))
-    return WorkerIdentity(rank=rank, local_rank=local_rank, world_size=world_size)
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
-
-
-def _problem(name: str, message: str) -> Problem:
-    return Problem(code="LAUNCH_ENV", key=name, message=message, fix=_FIX)
-
-
-def _unreadable(env: Mapping[str, str], numbers: Mapping[str, int | None]) -> list[Problem]:
-    present = ", ".join(f"{name}={env[name]}" for name in numbers if name in env)
-    return [
-        _problem(name, f"{name}={env[name]!r} is not a whole number")
-        if name in env
-        else _problem(name, f"{name} is not set, though {present} is: the worker's environment is incomplete")
-        for name, number in numbers.items()
-        if number is None
-    ]
-
-
-def _inconsistent(
-    env: Mapping[str, str], names: tuple[str, str, str], *, rank: int, local_rank: int, world_size: int
-) -> list[Problem]:
-    rank_name, local_name, size_name = names
-    found = []
-    if rank >= world_size:
-        found.append(
-            _problem(rank_name, f"{rank_name}={rank} is not below {size_name}={world_size}: ranks count from 0")
-        )
-    local_size_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else size_name
-    local_size = _number(env.get(local_size_name))
-    if local_size is None:
-        found.append(_problem(local_size_name, f"{local_size_name}={env.get(local_size_name)!r} is not a whole number"))
-    elif local_rank >= local_size:
-        what = f"{local_name}={local_rank} is not below {local_size_name}={local_size}: ranks count from 0"
-        found.append(_problem(local_name, what))
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-    if world_size > 1 and missing:
-        what = f"{' and '.join(missing)} not set, though {size_name}={world_size}: ranks cannot find each other"
-        found.append(_problem(missing[0], what))
-    return found

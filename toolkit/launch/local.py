@@ -1,4 +1,4 @@
-"""Launching of a plan's processes on this machine."""
+"""Launching of a plan's processes on this machine: all of them, or those of one node of several."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from toolkit.launch.devices import too_few_cards
 from toolkit.launch.environment import Backend, worker_environment
 from toolkit.launch.nvme import check_nvme, nvme_folder_of
 from toolkit.launch.outcome import RunOutcome, rank_name
+from toolkit.launch.place import Node
 from toolkit.launch.ports import check_port, free_port
 from toolkit.launch.supervisor import GRACE_SECONDS, WHEN_ASKED, TrainerRanks, supervise
 from toolkit.planning.plan import Plan
@@ -23,17 +24,19 @@ def launch_local(
     argv: Sequence[str],
     *,
     log_dir: Path,
+    node: Node | None = None,
     extra_environment: Mapping[str, str] | None = None,
     when_asked: str = WHEN_ASKED,
     grace_seconds: float = GRACE_SECONDS,
     trainer: TrainerRanks | None = None,
 ) -> RunOutcome:
-    """Run one process per rank of a one-node plan, in the environment that the plan needs, until all have ended.
+    """Run one process per rank of this machine, in the environment that the plan needs, until all have ended.
 
     Args:
         plan: Resolved plan; sets the number of ranks, the backend and the port.
         argv: Command line of a worker.
         log_dir: Folder of logs and error files.
+        node: This machine's place among the plan's nodes; None for a plan of one node.
         extra_environment: Variables in addition to the worker's own.
         when_asked: What a worker does at Ctrl-C, as `supervise` prints it.
         grace_seconds: Seconds between SIGTERM and SIGKILL after a rank has failed.
@@ -43,12 +46,13 @@ def launch_local(
         RunError: LAUNCH_NODES for a plan of several nodes; LAUNCH_CARDS; PORT_IN_USE; NVME_FOLDER, NVME_DIRECT, NVME_SPACE,
             NVME_MEMLOCK, NVME_IN_USE.
     """
-    check_launchable(plan)
+    check_launchable(plan, node)
     cluster = plan.job.cluster
     with nvme_folder_of(plan):
         return launch_ranks(
             argv,
-            num_ranks=cluster.num_ranks,
+            num_ranks=cluster.gpus_per_node,
+            node=node,
             backend=plan.gpu.backend,
             port=cluster.master_port,
             log_dir=log_dir,
@@ -66,6 +70,7 @@ def launch_ranks(
     num_ranks: int,
     backend: Backend,
     log_dir: Path,
+    node: Node | None = None,
     port: int | None = None,
     extra_environment: Mapping[str, str] | None = None,
     when_asked: str = WHEN_ASKED,
@@ -77,10 +82,11 @@ def launch_ranks(
 
     Args:
         argv: Command line of a worker.
-        num_ranks: Number of ranks of the run, all on this machine.
+        num_ranks: Number of ranks to start here; each node has as many.
         backend: `nccl` or `gloo`.
         log_dir: Folder of logs and error files.
-        port: TCP port of the rendezvous; a free one when left out.
+        node: This machine's place among several; None where it has all ranks.
+        port: TCP port of the rendezvous of a run on this machine; a free one when left out.
         extra_environment: Variables in addition to the worker's own.
         when_asked: What a worker does at Ctrl-C, as `supervise` prints it.
         grace_seconds: Seconds between SIGTERM and SIGKILL after a rank has failed.
@@ -90,17 +96,18 @@ def launch_ranks(
     Raises:
         RunError: WORKER_START, LOG_DIR.
     """
-    port = port or free_port()
+    first, num_nodes = (0, 1) if node is None else (node.node * num_ranks, node.num_nodes)
+    address = ("127.0.0.1", port or free_port()) if node is None else (node.master_addr, node.master_port)
 
     def environment(rank: int) -> dict[str, str]:
         made = worker_environment(
             base=os.environ,
             rank=rank,
-            local_rank=rank,
-            world_size=num_ranks,
+            local_rank=rank - first,
+            world_size=num_ranks * num_nodes,
             local_world_size=num_ranks,
-            master_addr="127.0.0.1",
-            master_port=port,
+            master_addr=address[0],
+            master_port=address[1],
             backend=backend,
             cpu_threads=None,
         )
@@ -108,7 +115,7 @@ def launch_ranks(
 
     return supervise(
         argv,
-        ranks=range(num_ranks),
+        ranks=range(first, first + num_ranks),
         env_for_rank=environment,
         log_dir=log_dir,
         grace_seconds=grace_seconds,
@@ -118,39 +125,40 @@ def launch_ranks(
     )
 
 
-def check_launchable(plan: Plan) -> None:
-    """Check what can be known before anything is written: one node, its GPUs, a free port, a disk to swap to.
+def check_launchable(plan: Plan, node: Node | None = None) -> None:
+    """Check what can be known before anything is written: the nodes, their GPUs, a free port, a disk to swap to.
 
     Raises:
         RunError: LAUNCH_NODES, LAUNCH_CARDS, PORT_IN_USE, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
     """
-    check_one_node(plan)
+    check_nodes(plan, node)
     raise_all(RunError, too_few_cards(plan))
-    check_machine(plan)
+    check_machine(plan, node)
 
 
-def check_one_node(plan: Plan) -> None:
-    """Refuse a plan of several nodes.
+def check_nodes(plan: Plan, node: Node | None = None) -> None:
+    """Refuse a plan of several nodes where nothing says which of them this machine is.
 
     Raises:
         RunError: LAUNCH_NODES.
     """
     cluster = plan.job.cluster
-    if cluster.nodes > 1:
+    if cluster.nodes > 1 and node is None:
         raise RunError.of(
             code="LAUNCH_NODES",
             key="cluster.nodes",
-            message=f"nodes={cluster.nodes}: this command starts the processes of one machine",
-            fix="Run `toolkit emit JOB.yaml --out DIR` and start its torchrun command on each node",
+            message=f"nodes={cluster.nodes}: no variable says which of them this machine is",
+            fix="Name them with `--hosts HOST1,HOST2` to start all of them from here by ssh; or start the same command on each node, "
+            "with srun, mpirun or torchrun, or with NODE_RANK and MASTER_ADDR set; `toolkit emit` writes such files",
         )
 
 
-def check_machine(plan: Plan) -> None:
-    """Check that this machine's port and disk are free for a plan.
+def check_machine(plan: Plan, node: Node | None = None) -> None:
+    """Check that this machine's port and disk are free for a plan; the first node's has the port.
 
     Raises:
         RunError: PORT_IN_USE, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
     """
-    if plan.job.cluster.master_port is not None:
+    if plan.job.cluster.master_port is not None and (node is None or node.node == 0):
         check_port(plan.job.cluster.master_port)
     check_nvme(plan)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
-from toolkit.launch.environment import detect_launcher
+from toolkit.launch.identity import detect_launcher
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs

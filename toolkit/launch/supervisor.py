@@ -90,7 +90,7 @@ def supervise(
     """
     _clear(log_dir, ranks)
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(_caught_signals())
+        signals = stack.enter_context(caught_signals())
         watchdog = stack.enter_context(Watchdog())
         run = _Run(watchdog=watchdog, grace_seconds=grace_seconds, when_asked=when_asked, trainer=trainer)
         stack.callback(run.kill_all)  # no worker may outlive this call
@@ -125,7 +125,7 @@ def _tell(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _caught_signals() -> Iterator[int]:
+def caught_signals() -> Iterator[int]:
     """Turn signals into bytes on a pipe and yield its read end, so that no handler interrupts running code."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

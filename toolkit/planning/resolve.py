@@ -150,6 +150,21 @@ def with_torch_adam(plan: Plan, reason: str) -> Plan:
     return replace(made, choices=(*(one for one in made.choices if one.key != choice.key), choice))
 
 
+def with_nodes(plan: Plan, nodes: int, reason: str) -> Plan:
+    """Return a plan for another number of nodes, whose steps have as many sequences: other accumulation, or else micro batches.
+
+    Args:
+        plan: Plan for the job's own nodes.
+        nodes: Number of nodes.
+        reason: Reason for the size of the step, for `toolkit validate --explain`.
+
+    Raises:
+        PlanError: Those nodes cannot share that number of sequences, or the job's grid does not fit them.
+    """
+    job = plan.job.model_copy(update={"cluster": plan.job.cluster.model_copy(update={"nodes": nodes})})
+    return with_train_batch(replace(plan, job=job), plan.settings.batch.train, reason)
+
+
 def with_train_batch(plan: Plan, size: int, reason: str) -> Plan:
     """Return a plan whose steps have as many sequences, with the micro batch of its job if the ranks can share them so.
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from toolkit.config.user_code import find_beside
 from toolkit.errors import INTERRUPTED_EXIT_CODE, OUT_OF_TIME_EXIT_CODE, ToolkitError
-from toolkit.launch.environment import rank_from_environment
+from toolkit.launch.identity import rank_from_environment
 from toolkit.launch.outcome import write_worker_error
 from toolkit.launch.packages import quiet_torchao
 from toolkit.launch.signals import Interrupt, hear_of_the_launchers_end, ignore_from_here

@@ -19,7 +19,7 @@ from toolkit.distributed.diagnose.blocked_ranks import Wait
 from toolkit.distributed.diagnose.check import CheckReport, all_steps, check_groups, kinds_of
 from toolkit.distributed.diagnose.collective_tests import OPERATIONS, GroupMember
 from toolkit.errors import PlanError, ToolkitError
-from toolkit.launch.environment import WorkerIdentity
+from toolkit.launch.identity import WorkerIdentity
 from toolkit.topology.grid import Grid
 
 RANKS = 4

@@ -20,7 +20,8 @@ from toolkit.distributed.diagnose.collective_tests import OPERATIONS, GroupMembe
 from toolkit.distributed.diagnose.hang_detection import OnHang, ProgressStore, watched
 from toolkit.distributed.process_groups import join_group
 from toolkit.errors import CheckError, PlanError, Problem, first_line
-from toolkit.launch.environment import Backend, WorkerIdentity
+from toolkit.launch.environment import Backend
+from toolkit.launch.identity import WorkerIdentity
 from toolkit.topology.grid import KINDS, Grid
 from toolkit.topology.table import format_ranks
 

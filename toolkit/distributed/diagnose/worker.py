@@ -14,7 +14,7 @@ from toolkit.distributed.diagnose.blocked_ranks import Wait
 from toolkit.distributed.diagnose.check import CheckReport, check_groups
 from toolkit.errors import ToolkitError
 from toolkit.io import write_json
-from toolkit.launch.environment import rank_from_environment
+from toolkit.launch.identity import rank_from_environment
 from toolkit.launch.outcome import write_worker_error
 from toolkit.topology.grid import AXES, Grid
 

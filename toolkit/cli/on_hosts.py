@@ -1,0 +1,138 @@
+"""`--hosts` and `--hostfile` of `toolkit train` and `toolkit launch`: the same command on each node, over ssh."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from toolkit.cli.options import read_plan
+from toolkit.cli.output import say
+from toolkit.errors import Problem, RunError, raise_all
+
+if TYPE_CHECKING:
+    from toolkit.launch.hosts import Host
+    from toolkit.planning.plan import Plan
+
+HostsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts",
+        "-H",
+        metavar="HOST:N,...",
+        help="Start the job on these machines from here, by ssh: N processes each, by default the job's gpus_per_node.",
+    ),
+]
+HostfileOption = Annotated[
+    Path | None,
+    typer.Option("--hostfile", metavar="FILE", help="The same, from a file with `HOST slots=N` on each line."),
+]
+_FIRST_PORT, _NUM_PORTS = 10_000, 20_000  # below those of outgoing connections, as in launch/identity.py
+
+
+def train_on_hosts(
+    job: Path, overrides: list[str] | None, hosts: str | None, hostfile: Path | None, *, as_json: bool
+) -> NoReturn:
+    """Run this `toolkit train` on each host, without --hosts, and exit."""
+    found, plan, changes = read_hosts(job, overrides, hosts, hostfile, as_json=as_json)
+    words = without_options(sys.argv[2:], ("--hosts", "-H", "--hostfile"))
+    run_and_exit(found, plan, ["train", *words, *changes], trainer=True)
+
+
+def read_hosts(
+    job: Path, overrides: list[str] | None, hosts: str | None, hostfile: Path | None, *, as_json: bool
+) -> tuple[tuple[Host, ...], Plan, list[str]]:
+    """Read the hosts, the plan for as many nodes and processes, and the options that change the job's own numbers.
+
+    Raises:
+        typer.BadParameter: Both options are given, or --json, whose object would stand among the output of several nodes.
+        RunError: HOSTS.
+        SpecError, PlanError: The job cannot be read, or does not fit those hosts.
+    """
+    from toolkit.launch.hosts import parse_hosts, read_hostfile
+
+    if hosts is not None and hostfile is not None:
+        raise typer.BadParameter("it says the same as --hostfile: give one of the two", param_hint="--hosts")
+    if as_json:
+        raise typer.BadParameter("with --hosts, the output of all nodes is shown as lines", param_hint="--json")
+    found = parse_hosts(hosts) if hosts is not None else read_hostfile(Path(str(hostfile)))
+    slots = {host.slots for host in found} - {None}
+    if len(slots) > 1 or (slots and None in {host.slots for host in found}):
+        shown = ", ".join(f"{host.name}:{host.slots or '?'}" for host in found)
+        raise RunError.of(
+            code="HOSTS",
+            key="--hosts",
+            message=f"hosts={shown} have different numbers of processes: the grid of ranks has as many on each node",
+            fix="Give each host the same number",
+        )
+    plan = read_plan(job, overrides)
+    changes = _sizes(found, plan)
+    return found, (read_plan(job, [*(overrides or ()), *changes[1::2]]) if changes else plan), changes
+
+
+def _sizes(hosts: tuple[Host, ...], plan: Plan) -> list[str]:
+    cluster = plan.job.cluster
+    wanted = {"nodes": len(hosts), "gpus_per_node": hosts[0].slots or cluster.gpus_per_node}
+    return [
+        word
+        for key, value in wanted.items()
+        if getattr(cluster, key) != value
+        for word in ("--set", f"cluster.{key}={value}")
+    ]
+
+
+def run_and_exit(hosts: tuple[Host, ...], plan: Plan, words: list[str], *, trainer: bool) -> NoReturn:
+    """Run a toolkit command on each host, print which failed first, and exit."""
+    from toolkit.launch.environment import python_module
+    from toolkit.launch.over_ssh import address_of_first, node_environments, run_on_hosts
+
+    _refuse_inside_a_run()
+    addr = os.environ.get("MASTER_ADDR") or address_of_first(hosts)
+    port = plan.job.cluster.master_port or _FIRST_PORT + random.SystemRandom().randrange(_NUM_PORTS)
+    names = ", ".join(f"{host.address}:{plan.job.cluster.gpus_per_node}" for host in hosts)
+    say(f"starting {plan.grid.world_size} ranks on {names}; rendezvous at {addr}:{port} ...")
+    outcome = run_on_hosts(
+        hosts,
+        [*python_module("toolkit"), *words],
+        environments=tuple(node_environments(hosts, addr=addr, port=port, base=os.environ)),
+        folder=Path.cwd(),
+        trainer=trainer,
+    )
+    if outcome.problem is not None:
+        print(outcome.problem.with_key, file=sys.stderr)
+    raise typer.Exit(outcome.exit_code)
+
+
+def _refuse_inside_a_run() -> None:
+    """Refuse to start all nodes from each of several processes.
+
+    Raises:
+        RunError: LAUNCH_ENV.
+    """
+    from toolkit.launch.identity import rank_from_environment
+
+    identity = rank_from_environment(os.environ)
+    problem = Problem(
+        code="LAUNCH_ENV",
+        key="--hosts",
+        message=f"--hosts starts the ranks of all nodes, and this process is {identity.describe() if identity else ''}",
+        fix="Leave out --hosts, or start this command once",
+    )
+    raise_all(RunError, [problem] if identity is not None and identity.world_size > 1 else [])
+
+
+def without_options(words: list[str], names: tuple[str, ...]) -> list[str]:
+    """Return a command line without options that have a value, in each form that the parser takes."""
+    kept: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word in names:
+            del rest[:1]
+        elif not any(word.startswith(f"{name}=" if name.startswith("--") else name) for name in names):
+            kept.append(word)
+    return kept

@@ -1,0 +1,373 @@
+"""Starting a command on each node of a run from one machine, over ssh, and supervision of all of them.
+
+On each node a small program starts the command and obeys its standard input, which ssh carries: an order with the command and
+its environment, which so stands in no process list, then signals to pass on, and a beat every few seconds. When the input
+closes or falls silent, because the launcher was killed, its machine was lost or the network was, the program ends the command.
+Nothing of ours need be installed for the program itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, final
+
+from toolkit.errors import INTERRUPTED_EXIT_CODE, Problem, RunError
+from toolkit.launch.hosts import Host
+from toolkit.launch.signals import ANNOUNCING, SAME_PRESS_SECONDS, SAVING
+from toolkit.launch.supervisor import caught_signals
+
+_POLL_SECONDS = 0.05
+_BEAT_SECONDS = 5.0
+SILENCE_SECONDS = 60.0  # of the launcher, after which a node ends its command
+_GRACE_SECONDS = 10.0  # from an order to end until the node's program kills what is left
+_SSH_FAILED = 255  # man ssh, EXIT STATUS
+# BatchMode: a prompt for a password would wait among the output of all nodes. The rest finds a node that no longer answers.
+_SSH = (
+    "ssh",
+    "-T",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=20",
+    "-o",
+    "ServerAliveInterval=5",
+    "-o",
+    "ServerAliveCountMax=3",
+)
+_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+# What describes the machine, the session or another launcher's process, and so is not sent to other machines.
+_OF_THIS_MACHINE = frozenset(
+    {
+        *("HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TMPDIR", "TMP", "TEMP", "CUDA_VISIBLE_DEVICES"),
+        *("TERM", "PWD", "OLDPWD", "SHLVL", "_", "MAIL", "LANG", "DISPLAY", "XAUTHORITY"),
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    }
+)
+_PREFIXES_OF_THIS_MACHINE = (
+    "SSH_",
+    "XDG_",
+    "DBUS_",
+    "SLURM",
+    "OMPI_",
+    "PMI",
+    "TORCHELASTIC_",
+    "TMUX",
+    "LS_COLORS",
+    "LC_",
+)
+
+_PROGRAM = f"""
+import json, os, select, signal, subprocess, sys, time
+text = b""
+def read(seconds):
+    global text
+    if not select.select([0], [], [], seconds)[0]:
+        return True
+    got = os.read(0, 65536)
+    text += got
+    return bool(got)
+while b"\\n" not in text:
+    if not read(60):
+        sys.exit(1)
+order, _, text = text.partition(b"\\n")
+order = json.loads(order)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+def own_session():
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+try:
+    os.chdir(order["folder"])
+    child = subprocess.Popen(order["argv"], env={{**os.environ, **order["environment"]}}, stdin=subprocess.DEVNULL, preexec_fn=own_session)
+except OSError as error:
+    print("cannot start", order["argv"][0], "in", order["folder"] + ":", error, file=sys.stderr)
+    sys.exit(127)
+heard, kill_at = time.monotonic(), None
+def end():
+    global kill_at
+    if kill_at is None:
+        kill_at = time.monotonic() + {_GRACE_SECONDS}
+        child.send_signal(signal.SIGTERM)
+        time.sleep({SAME_PRESS_SECONDS} + 0.2)
+        child.send_signal(signal.SIGTERM)
+is_open = True
+while child.poll() is None:
+    if is_open:
+        is_open = read(0.1)
+        if not is_open:
+            end()
+    else:
+        time.sleep(0.1)
+    while b"\\n" in text:
+        word, _, text = text.partition(b"\\n")
+        heard = time.monotonic()
+        if word == b"end":
+            end()
+        elif word:
+            child.send_signal(int(word))
+    if time.monotonic() - heard > {SILENCE_SECONDS}:
+        end()
+    if kill_at is not None and time.monotonic() > kill_at:
+        os.killpg(child.pid, signal.SIGKILL)
+try:
+    os.killpg(child.pid, signal.SIGKILL)
+except OSError:
+    pass
+sys.stdout.flush()
+code = child.wait()
+os._exit(code if code >= 0 else 128 - code)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesOutcome:
+    """How a run on several nodes ended.
+
+    Args:
+        exit_code: Exit code of the launcher.
+        interrupted: Whether the user asked it to end.
+        problem: The node that failed first, if one did.
+    """
+
+    exit_code: int
+    interrupted: bool
+    problem: Problem | None
+
+
+def sent_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the nodes get from here: all but those that describe this machine or session."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _OF_THIS_MACHINE and not name.startswith(_PREFIXES_OF_THIS_MACHINE)
+    }
+
+
+def address_of_first(hosts: Sequence[Host]) -> str:
+    """Return the address by which the nodes reach the first of them, which has rank 0."""
+    first = hosts[0].address
+    if first not in _LOCAL or len(hosts) == 1:
+        return first
+    for host in hosts[1:]:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host.address, 9))
+            return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
+def run_on_hosts(
+    hosts: Sequence[Host],
+    argv: Sequence[str],
+    *,
+    environments: Sequence[Mapping[str, str]],
+    folder: Path,
+    trainer: bool = False,
+) -> NodesOutcome:
+    """Run a command on each host until all have ended; when one fails, or the user insists, the others are ended too.
+
+    Each line of output has the host's name before it. The first Ctrl-C is passed on, so that ranks can save; a second ends all.
+
+    Args:
+        hosts: The nodes in their order; one that is this machine is started without ssh.
+        argv: Command line, the same on each.
+        environments: Variables of each node, on top of those that its own login sets.
+        folder: Working directory on each node.
+        trainer: Whether the ranks are those of `toolkit train`, which save and go on at SIGUSR1.
+
+    Raises:
+        RunError: WORKER_START if ssh cannot be started here.
+    """
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(caught_signals())
+        run = _Nodes(width=max(len(host.address) for host in hosts), trainer=trainer)
+        stack.callback(run.kill_all)
+        for host, environment in zip(hosts, environments, strict=True):
+            run.start(host, argv, environment=environment, folder=folder)
+        run.wait(signals)
+        return run.outcome()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Connection:
+    """One node's ssh, or the program itself on this machine."""
+
+    index: int
+    host: Host
+    process: subprocess.Popen[bytes]
+    readers: list[threading.Thread]
+
+    def tell(self, word: str) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has just ended
+            self.process.stdin.write(f"{word}\n".encode())
+            self.process.stdin.flush()
+
+
+@final
+class _Nodes:
+    """The nodes of one call of `run_on_hosts`."""
+
+    def __init__(self, *, width: int, trainer: bool) -> None:
+        self._width = width
+        self._trainer = trainer
+        self._running: list[_Connection] = []
+        self._failed: tuple[_Connection, int] | None = None
+        self._codes: list[int] = []
+        self._interrupted = False
+        self._insisted = False
+        self._last_signal: tuple[int, float] = (0, -1.0)
+        self._kill_at: float | None = None
+        self._lock = threading.Lock()
+
+    def start(self, host: Host, argv: Sequence[str], *, environment: Mapping[str, str], folder: Path) -> None:
+        """Connect to one node and send it its order."""
+        here = host.address in _LOCAL or host.address == socket.gethostname()
+        program = [sys.executable, "-I", "-S", "-u", "-c", _PROGRAM]
+        command = program if here else [*_SSH, host.name, shlex.join(program)]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # the terminal's Ctrl-C must not end ssh before the ranks have saved
+            )
+        except OSError as error:
+            raise RunError.of(
+                code="WORKER_START",
+                message=f"{command[0]} cannot be started: {error.strerror}",
+                fix="Install the OpenSSH client, or start the run on each node by torchrun",
+            ) from error
+        assert process.stdout is not None
+        assert process.stderr is not None
+        streams = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+        readers = [threading.Thread(target=self._copy, args=(host, *pair), daemon=True) for pair in streams]
+        node = _Connection(index=len(self._running), host=host, process=process, readers=readers)
+        self._running.append(node)
+        for reader in readers:
+            reader.start()
+        order = {"argv": list(argv), "folder": str(folder), "environment": dict(environment)}
+        node.tell(json.dumps(order))
+
+    def _copy(self, host: Host, source: IO[bytes], target: IO[str]) -> None:
+        for line in source:
+            text = line.decode("utf-8", errors="replace").rstrip("\n").rsplit("\r", 1)[-1]
+            with self._lock, contextlib.suppress(OSError, ValueError):  # the terminal may have gone
+                print(f"{host.address:<{self._width}} | {text}", file=target, flush=True)
+
+    def wait(self, signals: int) -> None:
+        """Wait until every node has ended."""
+        beat_at = time.monotonic()
+        while self._running:
+            readable, _, _ = select.select([signals], [], [], _POLL_SECONDS)
+            for number in os.read(signals, 64) if readable else b"":
+                self._obey(signal.Signals(number))
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + _BEAT_SECONDS
+                self._tell_all("")
+            for node in [node for node in self._running if node.process.poll() is not None]:
+                self._ended(node)
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self.kill_all()
+
+    def _ended(self, node: _Connection) -> None:
+        self._running.remove(node)
+        for reader in node.readers:
+            reader.join(timeout=5)  # the last lines; a process that was left behind may hold the pipe
+        code = node.process.returncode
+        self._codes.append(code)
+        if code != 0 and not (self._interrupted and code == INTERRUPTED_EXIT_CODE) and self._failed is None:
+            if not self._insisted:
+                self._failed = (node, code)
+            self._end()
+
+    def _end(self) -> None:
+        self._kill_at = self._kill_at or time.monotonic() + 2 * _GRACE_SECONDS
+        self._tell_all("end")
+
+    def _tell_all(self, word: str) -> None:
+        for node in self._running:
+            node.tell(word)
+
+    def kill_all(self) -> None:
+        """Close every connection, at which the nodes end what they run, and wait for ssh to end."""
+        for node in self._running:
+            with contextlib.suppress(OSError):
+                if node.process.stdin is not None:
+                    node.process.stdin.close()
+        for node in self._running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.process.wait(_GRACE_SECONDS + 2)
+            node.process.kill()
+            node.process.wait()
+            self._codes.append(node.process.returncode)
+        self._running.clear()
+
+    def _obey(self, number: signal.Signals) -> None:
+        last, at = self._last_signal
+        self._last_signal = (number, time.monotonic())
+        if number == last and time.monotonic() - at < SAME_PRESS_SECONDS:
+            return
+        if number == SAVING and self._trainer:
+            self._running[0].tell(str(int(number)))  # one: its ranks agree with all others
+            return
+        if self._interrupted and number not in ANNOUNCING:
+            self._insisted = True
+            self._end()
+            return
+        if not self._interrupted:
+            self._interrupted = True
+            with self._lock, contextlib.suppress(OSError):
+                print(
+                    f"{number.name}: passed on to {len(self._running)} nodes; once more to end them",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._tell_all(str(int(signal.SIGTERM if number == signal.SIGHUP else number)))
+
+    def outcome(self) -> NodesOutcome:
+        """Return how all of them ended."""
+        if self._failed is None:
+            code = INTERRUPTED_EXIT_CODE if self._interrupted else max(self._codes, default=0)
+            return NodesOutcome(exit_code=code, interrupted=self._interrupted, problem=None)
+        node, code = self._failed
+        name = f"node {node.index} ({node.host.address})"
+        if code == _SSH_FAILED:
+            problem = Problem(
+                code="NODE_SSH",
+                key="--hosts",
+                message=f"{name} failed first: ssh could not connect, or lost the connection",
+                fix=f"`ssh -o BatchMode=yes {node.host.name} true` must work without a password; ssh's own words are above",
+            )
+        else:
+            problem = Problem(
+                code="NODE_FAILED",
+                message=f"{name} failed first, with exit code {code}",
+                fix=f"See its lines above, those with {node.host.address} before them",
+            )
+        # An error of the user's job has the same code on each node.
+        return NodesOutcome(
+            exit_code=code if 0 < code < 128 else RunError.exit_code, interrupted=self._interrupted, problem=problem
+        )
+
+
+def node_environments(
+    hosts: Sequence[Host], *, addr: str, port: int, base: Mapping[str, str]
+) -> Iterator[dict[str, str]]:
+    """Yield what each node's command gets: the user's variables, and its place by the names that `find_place` reads."""
+    for index in range(len(hosts)):
+        yield {**sent_environment(base), "NODE_RANK": str(index), "MASTER_ADDR": addr, "MASTER_PORT": str(port)}
