@@ -370,7 +370,7 @@ RULES: dict[str, Rule] = {
     **_each(
         _TOLD,
         "train",
-        "save_steps save_total_limit save_only_model save_async eval_steps logging_steps report_to callbacks",
+        "save_steps save_total_limit save_only_model save_async eval_steps logging_steps hang_timeout_minutes report_to callbacks",
     ),
     **_each(
         _TOLD, "train", "eval_on_start compute_metrics load_best_model_at_end metric_for_best_model greater_is_better"

@@ -168,6 +168,7 @@ def _run(
             resume=call.resume,
             convert=call.convert,
             limits=limits,
+            go_on=lambda code: _go_on(plan, call, code, as_json=as_json),
         )
         leave(agents_code(code))
     with Interrupt(), hold_output(plan.output_dir):
@@ -218,7 +219,13 @@ def _train(plan: Plan, call: Call, limits: Limits, *, under_launcher: bool, over
     guard_output(plan, resuming=call.resume is not None, overwrite=overwrite)
     if under_launcher:
         plan.save(plan.output_dir / "plan.json")
-        code = run_rank(lambda: plan, resume=call.resume, convert=call.convert, limits=limits)
+        code = run_rank(
+            lambda: plan,
+            resume=call.resume,
+            convert=call.convert,
+            limits=limits,
+            go_on=lambda code: _go_on(plan, call, code, as_json=as_json),
+        )
         outcome = RunOutcome(exit_code=code, interrupted=code == INTERRUPTED_EXIT_CODE, failure=None)
     else:
         resume = str(point.folder) if point is not None and call.resume != AUTO else call.resume
@@ -228,6 +235,14 @@ def _train(plan: Plan, call: Call, limits: Limits, *, under_launcher: bool, over
         exported = export_finished(plan)
     report(plan, outcome, call=call, exported=exported, as_json=as_json)
     return outcome.exit_code
+
+
+def _go_on(plan: Plan, call: Call, code: int, *, as_json: bool) -> None:
+    """Print how to go on with a run that hangs, on a rank of another launcher, before its process ends."""
+    from toolkit.launch.outcome import RunOutcome
+
+    outcome = RunOutcome(exit_code=code, interrupted=False, failure=None)
+    report(plan, outcome, call=call, exported=None, as_json=as_json)
 
 
 def run_workers(

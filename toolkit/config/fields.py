@@ -14,6 +14,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 MAX_COUNT = 2**31 - 1
 # numpy.random.seed, which transformers.set_seed calls, accepts no larger one.
 MAX_SEED = 2**32 - 1
+# A second and a bit, and a week.
+LEAST_HANG_MINUTES, MAX_HANG_MINUTES = 0.02, 10_080
 # Far above any machine: a larger number is a typing error, with which the arithmetic over ranks would run for hours.
 MAX_GPUS_PER_NODE = 1024
 MAX_NODES = 65_536
@@ -168,6 +170,12 @@ def packing_named(value: Any) -> Any:
     return _PACKINGS.get(value, value) if isinstance(value, str) else value
 
 
+def _off_or_a_second(minutes: float) -> float:
+    if 0 < minutes < LEAST_HANG_MINUTES:
+        raise ValueError(f"give at least {LEAST_HANG_MINUTES}, in which ranks report several times, or 0 for no limit")
+    return minutes
+
+
 Capability = Annotated[
     str, AfterValidator(_is_capability), BeforeValidator(_as_capability, json_schema_input_type=str | float)
 ]
@@ -195,6 +203,12 @@ PositiveNumber = Annotated[
 ]
 # 0 turns these off, and a value that rounds to 0 does no harm.
 NonNegativeNumber = Annotated[float, Field(ge=0, le=MAX_FLOAT32, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
+HangMinutes = Annotated[
+    float,
+    Field(ge=0, le=MAX_HANG_MINUTES, allow_inf_nan=False),
+    AfterValidator(_off_or_a_second),
+    BeforeValidator(_not_a_bool),
+]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]

@@ -20,6 +20,7 @@ from toolkit.config.fields import (
     Count,
     Folder,
     Fraction,
+    HangMinutes,
     ModuleName,
     Name,
     NonNegativeCount,
@@ -43,6 +44,9 @@ from toolkit.config.fields import (
 )
 from toolkit.config.section import Section
 from toolkit.config.user_code import UserCode
+
+# Well under torch's 30 minutes for a collective, and above what a step, a disk or a compilation of other shapes takes.
+HANG_TIMEOUT_MINUTES = 10.0
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 KernelPackage = Literal["mamba-ssm", "causal-conv1d", "flash-linear-attention"]
@@ -452,6 +456,11 @@ class Train(Section):
     callbacks: tuple[UserCode, ...] = ()
     """Classes of yours as `module:Class`, made once on every rank; their methods `on_step_end(run, loss)`,
     `on_evaluation(run, loss)`, `on_save(run, folder)` and `on_end(run)` are called, those that they have.
+    """
+    hang_timeout_minutes: HangMinutes = HANG_TIMEOUT_MINUTES
+    """Time without progress of any rank after which `toolkit train` ends a run of several ranks, and names the rank that the others
+    wait for. Work that may take longer does not count: reading weights and data, compiling, the first step, evaluations, saves. 0 ends
+    no run, as for a debugger.
     """
     profile: Profile | None = None
     """Records steps into output_dir/profile: traces for TensorBoard and Perfetto, where the time goes, on cards the memory."""

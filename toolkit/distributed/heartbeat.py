@@ -57,7 +57,8 @@ def run_with_heartbeat(world: World, work: Callable[[], T], *, lost_seconds: flo
     try:
         store.set(_done(world.rank), "")
         for rank in range(world.size):
-            _await(store, rank, lost_seconds=lost_seconds)
+            with world.progress.doing(f"the wait for rank {rank}'s work", "waiting"):
+                _await(store, rank, lost_seconds=lost_seconds)
     except dist.DistError as lost:
         raise _lost("the process that hosts the ranks' store has ended") from lost
     world.agree(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from toolkit.distributed.deepspeed_private import reset_groups, skip_shared_memory_build
 from toolkit.distributed.device import rank_device
 from toolkit.distributed.process_groups import forget_groups, join_group
+from toolkit.distributed.progress import Progress
 from toolkit.errors import PlanError, RunError, ToolkitError
 from toolkit.launch.environment import ALLOCATOR
 from toolkit.launch.identity import WorkerIdentity, rank_from_environment
@@ -44,6 +45,7 @@ class World:
         dp_group: Group of ranks with the same parameters and different data.
         tp_group: Group of ranks that shard each layer and see the same data; None without tensor parallelism.
         owns_groups: Whether `init_world` joined the process groups, so that `destroy_world` leaves them.
+        progress: What this rank does, for a watch over all of them.
     """
 
     rank: int
@@ -54,6 +56,7 @@ class World:
     dp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup | None
     owns_groups: bool
+    progress: Progress = field(default_factory=Progress, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:

@@ -85,6 +85,7 @@ class GradientAccumulation:
     def run(self, micro_batches: Sequence[dict[str, torch.Tensor]], num_targets: torch.Tensor) -> torch.Tensor:
         total = torch.zeros((), device=self._world.device)
         for index, batch in enumerate(micro_batches):
+            self._world.progress.move()
             outputs = self.outputs(batch)
             loss, reported = self.losses.of_step(outputs, batch["labels"], num_targets, share=1 / len(micro_batches))
             # Drop the last reference to the logits, so that the backward pass can free them.
@@ -92,6 +93,7 @@ class GradientAccumulation:
             self._memory.end("forward")
             self._engine.backward(loss, scale_wrt_gas=False)
             self._memory.end("backward")
+            self._world.progress.move()
             total += reported
             if index == len(micro_batches) - 1 and self._keeps_no_norm:
                 self.plain_norm = norm_without_wrapper(self._engine.module, self._world)

@@ -95,6 +95,7 @@ class PipelineForwardBackward(ScheduleRunner):
 
     def forward(self, chunk: int, micro_batch: int, received: torch.Tensor | None) -> torch.Tensor:
         batch = self._micro_batches[micro_batch]
+        self._world.progress.move()
         outputs = self._call(chunk, batch, received)
         if self.is_last(chunk):
             share = 1 / len(self._micro_batches)
@@ -104,6 +105,7 @@ class PipelineForwardBackward(ScheduleRunner):
         return outputs  # type: ignore[no-any-return]
 
     def backward(self, chunk: int, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        self._world.progress.move()
         self._reduction.before_backward(chunk)
         if gradient is None:
             self._engine.backward(output, scale_wrt_gas=False)

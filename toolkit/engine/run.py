@@ -323,6 +323,10 @@ class Run:
         self._check(micro_batches)
         for batch in micro_batches:
             _check_names("micro_batches", batch, _BATCH)
+        with self.world.progress.step(self.step_count + 1):
+            return self._step(micro_batches)
+
+    def _step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.last_learning_rate = self.learning_rate
         device = self.world.device
         moved = [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in micro_batches]
@@ -392,7 +396,8 @@ class Run:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.publish()
+            with self.world.progress.doing("the end of a save"):
+                pending.publish()
 
     def take_num_tokens(self) -> int:
         """Return the tokens, padding included, that all ranks have processed since the last call."""
@@ -412,7 +417,10 @@ class Run:
             SpecError: ARGUMENT if a micro-batch lacks `input_ids` or `labels`.
             RunError: As `outputs`.
         """
-        prefix = f"eval_{name}_" if name else "eval_"
+        with self.world.progress.doing("an evaluation"):
+            return self._evaluate(batches, prefix=f"eval_{name}_" if name else "eval_")
+
+    def _evaluate(self, batches: Iterable[MicroBatch], *, prefix: str) -> float:
         sums = torch.zeros(2, device=self.world.device, dtype=torch.float64)
         totals: Counter[tuple[str, int]] = Counter()
         for batch, outputs in self._outputs(batches, _BATCH):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 from toolkit.arguments import checks_arguments
@@ -15,19 +16,22 @@ from toolkit.checkpoint.fingerprint import identify
 from toolkit.checkpoint.load import verify_together
 from toolkit.checkpoint.resume import AUTO, ResumePoint, set_aside, skip_damaged
 from toolkit.config.user_code import imported
+from toolkit.distributed.hangs.watch import watching
 from toolkit.distributed.heartbeat import run_with_heartbeat
-from toolkit.distributed.world import World, destroy_world, init_world
+from toolkit.distributed.world import DEFAULT_TIMEOUT, World, destroy_world, init_world
 from toolkit.engine.extensions import build_extensions
 from toolkit.engine.initialize import initialize, locate_weights
 from toolkit.engine.preparation import prepare_in_turn
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, PlanError, raise_all
 from toolkit.launch.extensions import Machine
+from toolkit.launch.local import LOGS
 from toolkit.launch.packages import tracker_problems
 from toolkit.planning.plan import Plan
 from toolkit.planning.trainable import data_section_problems
 from toolkit.reshape.load import resume as restore
 from toolkit.trainer.callbacks import attach_callbacks, make_callbacks
+from toolkit.trainer.hang import last_words
 from toolkit.trainer.limits import Limits
 from toolkit.trainer.out_of_memory import out_of_memory, ran_out
 from toolkit.trainer.progress import Reporter, Silent, Terminal
@@ -87,8 +91,10 @@ def train_within(
     convert: bool = True,
     reporter: Reporter | None = None,
     attach: Callable[[Run], object] | None = None,
+    log_dir: Path | None = None,
+    go_on: Callable[[int], None] | None = None,
 ) -> TrainResult:
-    """Train a plan as `train` does, within the limits of a session."""
+    """Train a plan as `train` does, within the limits of a session; the last two are those of `last_words`."""
     raise_all(PlanError, data_section_problems(plan.job))
     raise_all(PlanError, tracker_problems(plan.job.train.report_to))
     callbacks = make_callbacks(plan)
@@ -103,9 +109,17 @@ def train_within(
         if attach is not None:
             attach(run)
 
-    world = init_world(plan.grid, backend=plan.gpu.backend)
+    minutes = plan.job.train.hang_timeout_minutes
+    # The watch comes first: it knows more than the operation that the groups' timeout ends.
+    timeout = max(DEFAULT_TIMEOUT, timedelta(minutes=1.5 * minutes))
+    world = init_world(plan.grid, backend=plan.gpu.backend, timeout=timeout)
     try:
         with ExitStack() as stack:
+            told = last_words(plan, log_dir=log_dir, go_on=go_on)
+            logs = plan.output_dir / LOGS
+            stack.enter_context(
+                watching(world, minutes=minutes, folder=logs, on_hang=told, ends_silent=log_dir is None)
+            )
             if reporter is None:
                 own: Reporter = Terminal() if world.is_main else Silent()
                 reporter = stack.enter_context(own)
@@ -153,10 +167,11 @@ def _train(
         )
     reporter.stage("reading and tokenising the data")
     tokenizer = load_tokenizer(plan)
-    data = prepare_in_turn(plan, world, tokenizer)
     known = {} if point is None else point.state.sources
-    # Hashing a large file takes a while; rank 0 writes it into the checkpoints.
-    sources = run_with_heartbeat(world, lambda: identify(plan.job, known=known) if world.is_main else {})
+    with world.progress.doing("the preparation of the data"):
+        data = prepare_in_turn(plan, world, tokenizer)
+        # Hashing a large file takes a while; rank 0 writes it into the checkpoints.
+        sources = run_with_heartbeat(world, lambda: identify(plan.job, known=known) if world.is_main else {})
     reporter.say(describe_data(data))
     began = time.perf_counter()
     run: Run | None = None
@@ -194,7 +209,8 @@ def _resume(run: Run, point: ResumePoint, reporter: Reporter, *, skips: bool, co
             if 10 * done // total != 10 * (done - 1) // total:  # a line each, where output is no terminal
                 reporter.stage(f"loading {folder}: {done} of {total} weights")
 
-        restore(run, folder, convert=convert, say=reporter.say, progress=read)
+        with run.world.progress.doing(f"the loading of {folder.name}"):
+            restore(run, folder, convert=convert, say=reporter.say, progress=read)
         reporter.say(f"resumed from {folder} at step {run.step_count}")
         return folder
     return None
@@ -222,4 +238,5 @@ def _build(plan: Plan, world: World, reporter: Reporter) -> Run:
             reporter.stage(f"fetching what the cache lacks of {plan.model.name}")
         weights = run_with_heartbeat(world, lambda: locate_weights(plan))
     reporter.stage("building the model")
-    return initialize(plan, world=world, weights=weights)
+    with world.progress.doing("the building of the model"):
+        return initialize(plan, world=world, weights=weights)

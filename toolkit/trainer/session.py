@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,10 +122,14 @@ class Session:
         prepare_copy(run)
         started_at = logged_at = run.step_count
         try:
-            with asking(self._signalled, run.request_save), self.profiler:
+            with (
+                asking(self._signalled, run.request_save),
+                self.profiler,
+                run.world.progress.doing("the time between steps"),
+            ):
                 if self.plan.job.train.eval_on_start and run.step_count == 0 and self.data.validation:
                     self._evaluate()
-                for batch in self.profiler.fetched(self.batches):
+                for batch in self._fetched():
                     self.clock.step()
                     run.time_is_up = self.clock.is_up
                     loss = run.step(batch)
@@ -179,6 +183,16 @@ class Session:
             out_of_time=self.run.out_of_time and self.run.step_count < self.num_steps,
             best_checkpoint=self.best.folder,
         )
+
+    def _fetched(self) -> Iterator[Sequence[MicroBatch]]:
+        """Yield the batches, and let a stalled source of them be told from a step."""
+        batches = iter(self.profiler.fetched(self.batches))
+        while True:
+            with self.run.world.progress.fetching():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def _signalled(self) -> None:
         self.clock.signal()
@@ -264,6 +278,10 @@ class Session:
 
     def _evaluate(self) -> bool:
         """Evaluate each validation set and write the metrics; return False if the run was asked to stop before the end."""
+        with self.run.world.progress.doing("an evaluation"):
+            return self._evaluated()
+
+    def _evaluated(self) -> bool:
         began = time.perf_counter()
         metrics: dict[str, float] = {}
         for name, held in self.data.validation.items():
@@ -325,14 +343,9 @@ class Session:
             if run.world.is_main:
                 rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit, best=best)
 
-        files = begin_save(
-            run,
-            self.plan.output_dir / checkpoint_name(run.step_count),
-            tokenizer=self.tokenizer,
-            probe=probe,
-            sources=self.sources,
-            then=complete,
-        )
+        folder = self.plan.output_dir / checkpoint_name(run.step_count)
+        with run.world.progress.doing(f"the save of {folder.name}"):
+            files = begin_save(run, folder, tokenizer=self.tokenizer, probe=probe, sources=self.sources, then=complete)
         waited.append(time.perf_counter() - began)
         self.clock.saved(waited[0], behind=self.plan.job.train.save_async)
         run.should_save = False

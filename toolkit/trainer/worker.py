@@ -51,6 +51,7 @@ def run_rank(
     convert: bool = True,
     limits: Limits | None = None,
     log_dir: Path | None = None,
+    go_on: Callable[[int], None] | None = None,
 ) -> int:
     """Train as one rank of a launch; return the exit code. After a stop signal, further ones are ignored.
 
@@ -60,12 +61,13 @@ def run_rank(
         convert: Whether one of another layout may be read.
         limits: What ends this session before its run.
         log_dir: Folder of error files for the launcher; None prints errors on stderr.
+        go_on: Called on one rank of a run that hangs, with the exit code, to print how to go on.
     """
     quiet_warnings()
     hear_of_the_launchers_end()
     with Interrupt() as interrupt:
         try:
-            code = _train(read_plan(), resume, convert, limits or Limits())
+            code = _train(read_plan(), resume, convert, limits or Limits(), log_dir, go_on)
         except KeyboardInterrupt:
             code = INTERRUPTED_EXIT_CODE
         except BaseException as error:
@@ -104,14 +106,23 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _train(plan: Plan, resume: str | None, convert: bool, limits: Limits) -> int:
+def _train(
+    plan: Plan,
+    resume: str | None,
+    convert: bool,
+    limits: Limits,
+    log_dir: Path | None,
+    go_on: Callable[[int], None] | None,
+) -> int:
     identity = rank_from_environment(os.environ)
     with Terminal() if identity is None or identity.rank == 0 else Silent() as reporter:
         reporter.stage("importing torch and DeepSpeed")
         # Imported here, after the arguments have been checked.
         from toolkit.trainer.loop import train_within
 
-        result = train_within(plan, limits, resume=resume, convert=convert, reporter=reporter)
+        result = train_within(
+            plan, limits, resume=resume, convert=convert, reporter=reporter, log_dir=log_dir, go_on=go_on
+        )
     return OUT_OF_TIME_EXIT_CODE if result.out_of_time else INTERRUPTED_EXIT_CODE if result.interrupted else 0
 
 

@@ -56,6 +56,7 @@ OF_THE_RUN = frozenset(
         "save_total_limit",
         "save_only_model",
         "logging_steps",
+        "hang_timeout_minutes",
         "callbacks",
     }
     | {"eval_on_start", "compute_metrics", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"}

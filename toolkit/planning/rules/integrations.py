@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from toolkit.config.job import Ddp
+from toolkit.config.job import HANG_TIMEOUT_MINUTES, Ddp
 from toolkit.errors import Problem
 from toolkit.planning.settings import Settings
 from toolkit.planning.unchecked_plan import UncheckedPlan
@@ -188,6 +188,13 @@ def _own_loop_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]
                 message=f"{name} is acted on by our training loop, not by {NAMES[consumer]}",
                 fix=f"Leave it out, with Trainer's own callbacks or functions in your script, or {OWN}",
             )
+    if consumer == "trainer" and train.hang_timeout_minutes not in (0, HANG_TIMEOUT_MINUTES):
+        yield Problem(
+            code="INTEGRATION_LOOP",
+            key="train.hang_timeout_minutes",
+            message=f"hang_timeout_minutes={train.hang_timeout_minutes:g} is acted on by our training loop, not by {NAMES[consumer]}",
+            fix=f"Leave it out, with ddp_timeout in your script, or {OWN}",
+        )
     if train.save_only_model:
         yield from _weights_alone(draft, consumer)
 

@@ -1,0 +1,124 @@
+"""`toolkit train` with a rank that is stopped, deadlocked or busy: all ranks end with its name, or none does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from quick_python import child_with, stood_for
+from ranks import QUICK, free_port
+from train_jobs import hears_interrupts, start_toolkit, wait_for_step, write_inputs, write_job
+
+pytestmark = pytest.mark.gloo
+SECONDS = 1.8
+HOOKS = """
+import threading, time
+
+class Slow:
+    '''Takes longer than is allowed in a save, on one rank, and in an evaluation, on both.'''
+    def on_save(self, run, folder):
+        time.sleep({seconds} if run.world.is_main else 0)
+    def on_evaluation(self, run, loss):
+        time.sleep({seconds})
+
+class Deadlocked:
+    def on_step_end(self, run, loss):
+        if run.step_count == 3 and not run.world.is_main:
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = write_inputs(tmp_path_factory.mktemp("hang"))
+    (root / "hang_hooks.py").write_text(HOOKS.format(seconds=1.5 * SECONDS))
+    return root
+
+
+def job_of(root: Path, name: str, **train: object) -> Path:
+    values = {"max_steps": 100_000, "save_steps": 10, "save_total_limit": 2, "hang_timeout_minutes": SECONDS / 60}
+    return write_job(root, name, train=values | train)
+
+
+def start(root: Path, job: Path, *, torchrun: bool) -> subprocess.Popen[str]:
+    if not torchrun:
+        return start_toolkit(root, "train", job, "--json")
+    launcher = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    return subprocess.Popen(
+        [sys.executable, "-m", *launcher, "-m", "toolkit", "train", str(job)],
+        cwd=root,
+        env={**os.environ, **QUICK},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hears_interrupts,
+    )
+
+
+def ranks_of(process: subprocess.Popen[str], *, torchrun: bool) -> list[psutil.Process]:
+    """The processes of both ranks."""
+    found = [child_with(process.pid, RANK=rank) for rank in "01"]
+    return found if torchrun else [stood_for(child.pid) for child in found]
+
+
+@pytest.mark.parametrize(
+    ("stopped", "torchrun"),
+    [(1, False), *(pytest.param(*values, marks=pytest.mark.full) for values in ((0, False), (1, True), (0, True)))],
+)
+def test_a_stopped_rank_is_named_and_nothing_runs_on(root, stopped, torchrun):
+    name = f"stopped-{stopped}-{torchrun}"
+    process = start(root, job_of(root, name), torchrun=torchrun)
+    wait_for_step(root / name, 12, process)
+    ranks = ranks_of(process, torchrun=torchrun)
+    ranks[stopped].send_signal(signal.SIGSTOP)
+    at = time.monotonic()
+    out, err = process.communicate(timeout=100)
+    assert time.monotonic() - at < SECONDS + 15, "a few seconds on an idle machine"
+    assert process.returncode == (1 if torchrun else 3), err
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    message = err if torchrun else json.loads(out)["failure"]["problems"][0]["message"]
+    assert f"rank {stopped}" in message
+    assert f"process {ranks[stopped].pid} " in message
+    assert "is stopped (SIGSTOP" in message
+    assert re.search(r"all_(reduce|gather) \[", message)
+    assert "RUN_HANG" in (err if torchrun else out)
+    assert "not complete: all_" in (root / name / "logs" / f"hang-rank-{1 - stopped}.txt").read_text()
+    if torchrun:
+        assert f"toolkit train {root / name}.yaml --resume_from_checkpoint {root / name}/checkpoint-" in err
+    else:
+        assert "checkpoint-" in json.loads(out)["next_command"]
+
+
+@pytest.mark.full
+def test_a_deadlock_in_a_hook_is_named_with_its_line(root):
+    process = start(root, job_of(root, "deadlock", callbacks=["hang_hooks:Deadlocked"]), torchrun=False)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 3, err
+    message = json.loads(out)["failure"]["problems"][0]["message"]
+    assert "rank 1 has made no progress" in message
+    assert "hang_hooks.py:16 in on_step_end" in message
+
+
+@pytest.mark.full
+def test_long_saves_and_evaluations_are_not_ended(root):
+    job = write_job(
+        root,
+        "slow",
+        train={"max_steps": 4, "save_steps": 2, "eval_steps": 2, "callbacks": ["hang_hooks:Slow"]}
+        | {"hang_timeout_minutes": SECONDS / 60},
+        data={"validation_fraction": 0.2},
+    )
+    process = start(root, job, torchrun=False)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, (out, err)
+    assert not list((root / "slow" / "logs").glob("hang-*"))
