@@ -11,7 +11,9 @@ import typer
 from toolkit.cli.on_hosts import HostfileOption, HostsOption, read_hosts, run_and_exit
 from toolkit.cli.options import JobArgument, JsonOption, SetOption, note_job, note_json, read_plan
 from toolkit.cli.output import print_json, say
+from toolkit.launch.environment import python_module
 
+HOROVOD_MODULE = "toolkit.compat.horovod"
 _DEFAULT_OUTPUT = Path("runs")
 
 
@@ -43,6 +45,9 @@ def launch(
     ] = None,
     hosts: HostsOption = None,
     hostfile: HostfileOption = None,
+    horovod: Annotated[
+        bool, typer.Option("--horovod", help="SCRIPT imports horovod.torch: run it on torch.distributed.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run your script as every rank of a job on this node, with the environment, logs and clean end of `toolkit train`.
@@ -53,7 +58,7 @@ def launch(
 
     Example: `toolkit launch job.yaml --set cluster.gpus_per_node=2 my_script.py --my-option 3`
 
-    Example: `toolkit launch --num-proc 2 my_script.py --my-option 3`
+    Example: `toolkit launch --num-proc 2 --horovod my_script.py --my-option 3`
 
     Example: `toolkit launch --hosts node1:4,node2:4 job.yaml my_script.py`
 
@@ -67,56 +72,64 @@ def launch(
         note_job(context, None)
         as_json = note_json(context, as_json)
         outcome, shown = _launch_without_job(
-            [str(job), *words], num_proc=num_proc, on_cpu=on_cpu, output_dir=output_dir
+            [str(job), *words], num_proc=num_proc, on_cpu=on_cpu, output_dir=output_dir, horovod=horovod
         )
     else:
         _refuse_options_without_job(job, on_cpu=on_cpu, output_dir=output_dir)
         more, words = _own_options(words)
         as_json = note_json(context, as_json or "--json" in more)
         sets = [*(overrides or ()), *(option.removeprefix("--set=") for option in more if option.startswith("--set="))]
+        horovod = horovod or "--horovod" in more
         if hosts is not None or hostfile is not None:
             script = _script(words)
             found, plan, sizes = read_hosts(job, sets, hosts, hostfile, as_json=as_json)
-            changes = [word for override in sets for word in ("--set", override)]
-            run_and_exit(found, plan, ["launch", *changes, *sizes, str(job), str(script), *words[1:]], trainer=False)
-        outcome, shown = _launch_job(job, words, overrides=sets)
+            options = [
+                *(word for override in sets for word in ("--set", override)),
+                *(["--horovod"] if horovod else []),
+            ]
+            run_and_exit(found, plan, ["launch", *options, *sizes, str(job), str(script), *words[1:]], trainer=False)
+        outcome, shown = _launch_job(job, words, overrides=sets, horovod=horovod)
     print_failure(outcome)
     if as_json:
         print_json(shown)
     raise typer.Exit(outcome.exit_code)
 
 
-def _launch_job(job: Path, command: list[str], *, overrides: list[str]) -> tuple[Any, dict[str, Any]]:
+def _launch_job(job: Path, command: list[str], *, overrides: list[str], horovod: bool) -> tuple[Any, dict[str, Any]]:
     script = _script(command)
-    from toolkit.cli.launching import become_rank, outcome_as_dict, place_of, run_on_this_node
+    from toolkit.cli.launching import become_rank, log_folder, outcome_as_dict, place_of, run_on_this_node
     from toolkit.launch.place import Node
 
     plan = read_plan(job, overrides)
     place = place_of(plan)
     if place is not None and not isinstance(place, Node):
-        become_rank(plan, _worker(script, command[1:]), place)
+        become_rank(plan, _worker(script, command[1:], horovod=horovod, log_dir=None), place)
     if place is not None:
         say(place.describe())
-    outcome = run_on_this_node(plan, _worker(script, command[1:]), node=place)
+    worker = _worker(script, command[1:], horovod=horovod, log_dir=log_folder(plan))
+    outcome = run_on_this_node(plan, worker, node=place)
     return outcome, outcome_as_dict(plan, outcome)
 
 
 def _launch_without_job(
-    command: list[str], *, num_proc: int, on_cpu: bool, output_dir: Path | None
+    command: list[str], *, num_proc: int, on_cpu: bool, output_dir: Path | None, horovod: bool
 ) -> tuple[Any, dict[str, Any]]:
     script = _script(command)
     from toolkit.cli.launching import outcome_as_dict, run_without_job
     from toolkit.launch.local import LOGS
 
     folder = output_dir or _DEFAULT_OUTPUT / script.stem
-    worker = _worker(script, command[1:])
+    worker = _worker(script, command[1:], horovod=horovod, log_dir=folder / LOGS)
     outcome = run_without_job(worker, num_ranks=num_proc, on_cpu=on_cpu, output_dir=folder)
     return outcome, outcome_as_dict(None, outcome, log_dir=folder / LOGS)
 
 
-def _worker(script: Path, arguments: list[str]) -> list[str]:
-    """Return the command line of a rank."""
-    return [sys.executable, str(script), *arguments]
+def _worker(script: Path, arguments: list[str], *, horovod: bool, log_dir: Path | None) -> list[str]:
+    """Return the command line of a rank, whose error a supervisor looks for in `log_dir`."""
+    if not horovod:
+        return [sys.executable, str(script), *arguments]
+    told = [] if log_dir is None else ["--log-dir", str(log_dir)]
+    return [*python_module(HOROVOD_MODULE), *told, str(script), *arguments]
 
 
 def _refuse_job_options(overrides: list[str] | None, hosts: str | None, hostfile: Path | None) -> None:
@@ -141,12 +154,12 @@ def _refuse_options_without_job(job: Path, *, on_cpu: bool, output_dir: Path | N
 
 
 def _own_options(command: list[str]) -> tuple[list[str], list[str]]:
-    """Split off the options between JOB and SCRIPT, which the parser leaves to the script: `--set=…`, `--json`."""
+    """Split off the options between JOB and SCRIPT, which the parser leaves to the script: `--set=…`, `--json`, `--horovod`."""
     own: list[str] = []
     rest = list(command)
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
-        if option == "--json" or option.startswith("--set="):
+        if option in ("--json", "--horovod") or option.startswith("--set="):
             own.append(option)
         elif option == "--set" and rest:
             own.append(f"--set={rest.pop(0)}")

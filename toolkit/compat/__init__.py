@@ -1,0 +1,1 @@
+"""Other frameworks' interfaces on torch.distributed, for scripts that were written for them."""

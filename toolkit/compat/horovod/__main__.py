@@ -1,0 +1,43 @@
+"""Runs a script that imports Horovod: `python -m toolkit.compat.horovod SCRIPT [ARGS]…`, under any launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from toolkit.compat.horovod.alias import install
+from toolkit.errors import ToolkitError
+from toolkit.launch.identity import rank_from_environment
+from toolkit.launch.outcome import write_worker_error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the script as `python SCRIPT` would, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.compat.horovod", description=__doc__)
+    parser.add_argument("--log-dir", type=Path, help="folder in which the launcher looks for this rank's error")
+    parser.add_argument("script", help="Python script that imports horovod.torch")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    options = parser.parse_args(argv)
+    if not Path(options.script).is_file():
+        parser.error(f"{options.script} is not a file")
+    install()
+    sys.argv = [options.script, *options.arguments]
+    sys.path.insert(0, str(Path(options.script).resolve().parent))
+    try:
+        runpy.run_path(options.script, run_name="__main__")
+    except Exception as error:
+        if options.log_dir is not None:
+            identity = rank_from_environment(os.environ)
+            write_worker_error(options.log_dir, identity.rank if identity else 0, error)
+        if not isinstance(error, ToolkitError):
+            raise
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

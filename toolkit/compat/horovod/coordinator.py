@@ -1,0 +1,191 @@
+"""The thread of rank 0 that negotiates, and the connections of the ranks to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+
+from toolkit.compat.horovod.messages import Request, Response
+from toolkit.compat.horovod.negotiation import Negotiation
+
+LEAVE = "leave"
+# Horovod's defaults: docs/tensor-fusion.rst and horovod/common/operations.cc.
+_FUSION_BYTES = 128 * 2**20
+_CYCLE_SECONDS = 0.001
+_STALL_WARN_SECONDS = 60.0
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How operations are gathered before they are done, and how long one may wait for a rank.
+
+    Args:
+        fusion_bytes: Largest buffer into which tensors of one type are joined.
+        cycle_seconds: Shortest time between two rounds of joined operations.
+        warn_seconds: After so long rank 0 names an operation that waits for a rank; 0 for never.
+        fail_seconds: After so long it fails; 0 for never.
+    """
+
+    fusion_bytes: int = _FUSION_BYTES
+    cycle_seconds: float = _CYCLE_SECONDS
+    warn_seconds: float = _STALL_WARN_SECONDS
+    fail_seconds: float = 0.0
+
+    @classmethod
+    def from_environment(cls) -> Pace:
+        """Read Horovod's variables.
+
+        Source:
+            horovod docs/tensor-fusion.rst, docs/troubleshooting.rst: HOROVOD_CYCLE_TIME is in milliseconds.
+        """
+        warn = 0.0 if os.environ.get("HOROVOD_STALL_CHECK_DISABLE") == "1" else _STALL_WARN_SECONDS
+        return cls(
+            fusion_bytes=int(_number("HOROVOD_FUSION_THRESHOLD", _FUSION_BYTES)),
+            cycle_seconds=_number("HOROVOD_CYCLE_TIME", 1000 * _CYCLE_SECONDS) / 1000,
+            warn_seconds=_number("HOROVOD_STALL_CHECK_TIME_SECONDS", warn),
+            fail_seconds=_number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0),
+        )
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        from toolkit.compat.horovod.errors import refuse_value
+
+        refuse_value(
+            name, f"{name}={text!r} is not a number of at least 0", f"Set it to one, or unset it for {default:g}"
+        )
+    return value
+
+
+class Coordinator:
+    """Negotiates for all ranks in a thread of rank 0.
+
+    Args:
+        size: Number of ranks.
+        pace: How operations are gathered.
+        on_this_host: Whether all ranks run here, so that no other machine need reach the port.
+    """
+
+    def __init__(self, size: int, *, pace: Pace, on_this_host: bool) -> None:
+        self._negotiation = Negotiation(size, fusion_bytes=pace.fusion_bytes)
+        self._pace = pace
+        self._key = secrets.token_bytes(32)
+        self._own, near = Pipe()
+        self._ranks: dict[Connection, int] = {near: 0}
+        self._size = size
+        self._server = None if size == 1 else _listen(on_this_host=on_this_host)
+        self._thread = threading.Thread(target=self._run, name="horovod-coordinator", daemon=True)
+
+    @property
+    def address(self) -> tuple[int, bytes]:
+        """The port at which ranks connect, and the key that they need."""
+        return (0 if self._server is None else self._server.getsockname()[1]), self._key
+
+    def start(self) -> Connection:
+        """Accept the other ranks in the background, negotiate, and return the connection of rank 0."""
+        self._thread.start()
+        return self._own
+
+    def join(self, seconds: float) -> None:
+        """Wait until all ranks have left, at most so long."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        if self._server is not None:
+            with self._server as server:
+                while len(self._ranks) < self._size:
+                    self._accept(server)
+        last = 0.0
+        while not self._negotiation.all_left:
+            self._receive(wait(list(self._ranks), timeout=_LOOK_SECONDS))
+            ready = self._negotiation.take_ready()
+            if ready and (early := self._pace.cycle_seconds - (time.monotonic() - last)) > 0:
+                time.sleep(early)
+                # What has come meanwhile joins this round.
+                self._receive(wait(list(self._ranks), timeout=0))
+            self._send(ready + self._negotiation.take_ready())
+            last = time.monotonic()
+            for line in self._negotiation.stalled(
+                warn_seconds=self._pace.warn_seconds, fail_seconds=self._pace.fail_seconds
+            ):
+                print(line, file=sys.stderr, flush=True)
+
+    def _accept(self, server: socket.socket) -> None:
+        connection = _framed(server.accept()[0])
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            rank = connection.recv()
+        except Exception:  # a stranger's connection
+            connection.close()
+            return
+        self._ranks[connection] = rank
+
+    def _receive(self, speaking: Iterable[object]) -> None:
+        for connection in speaking:
+            assert isinstance(connection, Connection)
+            rank = self._ranks[connection]
+            try:
+                while True:
+                    message = connection.recv()
+                    if message == LEAVE:
+                        with contextlib.suppress(OSError):
+                            connection.send(LEAVE)
+                        raise EOFError
+                    assert isinstance(message, Request)
+                    self._negotiation.submit(rank, message)
+                    if not connection.poll():
+                        break
+            except (OSError, EOFError):
+                del self._ranks[connection]
+                connection.close()
+                self._negotiation.leave(rank)
+
+    def _send(self, ready: list[tuple[tuple[int, ...], Response]]) -> None:
+        by_rank = {rank: connection for connection, rank in self._ranks.items()}
+        for ranks, response in ready:
+            message = pickle.dumps(response)
+            for rank in ranks:
+                if rank in by_rank:
+                    with contextlib.suppress(OSError):  # its end is noticed where it is read
+                        by_rank[rank].send_bytes(message)
+
+
+def connect(host: str, address: tuple[int, bytes], rank: int) -> Connection:
+    """Connect a rank other than 0 to the coordinator."""
+    port, key = address
+    connection = _framed(socket.create_connection((host, port), timeout=60))
+    answer_challenge(connection, key)
+    deliver_challenge(connection, key)
+    connection.send(rank)
+    return connection
+
+
+def _listen(*, on_this_host: bool) -> socket.socket:
+    if on_this_host:
+        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def _framed(link: socket.socket) -> Connection:
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setblocking(True)
+    return Connection(link.detach())

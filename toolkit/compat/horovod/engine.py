@@ -1,0 +1,285 @@
+"""The thread of a rank that does operations in the order that the coordinator says, and the handles that wait for them."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from toolkit.compat.horovod import collectives
+from toolkit.compat.horovod.collectives import Place
+from toolkit.compat.horovod.coordinator import LEAVE
+from toolkit.compat.horovod.errors import HorovodInternalError, HorovodOrderError
+from toolkit.compat.horovod.messages import Request, Response
+from toolkit.errors import Problem, first_line
+
+_LEAVE_SECONDS = 5.0
+
+
+@final
+class Handle:
+    """An operation that has been called; `synchronize` waits for it and returns its result."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._ended = threading.Event()
+        self._result: Any = None
+        self._error: Problem | None = None
+        self._on_card: torch.cuda.Event | None = None
+
+    def finish(self, result: Any, on_card: torch.cuda.Event | None = None) -> None:
+        """Note the result, and the event after which it may be used on a card."""
+        self._result, self._on_card = result, on_card
+        self._ended.set()
+
+    def fail(self, problem: Problem) -> None:
+        """Note why there is no result."""
+        self._error = problem
+        self._ended.set()
+
+    def poll(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self._ended.is_set() and (self._on_card is None or self._on_card.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Any:
+        """Wait for the operation and return its result; on a card, the current stream waits.
+
+        Raises:
+            HorovodInternalError: HOROVOD_MISMATCH, HOROVOD_JOINED, HOROVOD_RANK_LEFT, HOROVOD_STALLED, HOROVOD_COLLECTIVE.
+        """
+        self._ended.wait()
+        if self._error is not None:
+            raise HorovodInternalError(self._error)
+        if self._on_card is not None:
+            torch.cuda.current_stream().wait_event(self._on_card)
+            for tensor in self._result if isinstance(self._result, list | tuple) else [self._result]:
+                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return self._result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    """What this rank has given to an operation: tensors, where the results go, and when a card has the tensors ready."""
+
+    handle: Handle
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    single: bool
+    ready: torch.cuda.Event | None
+
+
+@final
+class Engine:
+    """A rank's side of the negotiation.
+
+    Args:
+        rank: Global rank.
+        size: Number of ranks.
+        connection: Connection to the coordinator.
+        group: Process group of all ranks.
+        device: Card of this rank, or None.
+    """
+
+    def __init__(
+        self, *, rank: int, size: int, connection: Connection, group: dist.ProcessGroup, device: torch.device | None
+    ) -> None:
+        self.rank = rank
+        self._connection = connection
+        self._places = {0: Place(group=group, ranks=tuple(range(size)), rank=rank)}
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[int, str], _Pending] = {}
+        self._closed: Problem | None = None
+        self._counters: dict[str, itertools.count[int]] = {}
+        self._thread = threading.Thread(target=self._run, name="horovod", daemon=True)
+        self._thread.start()
+
+    def next_name(self, kind: str) -> str:
+        """Return a name for an operation that was given none: the n-th of its kind on every rank."""
+        with self._lock:
+            return f"{kind}.noname.{next(self._counters.setdefault(kind, itertools.count()))}"
+
+    def submit(
+        self,
+        request: Request,
+        inputs: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] = (),
+        *,
+        single: bool = True,
+    ) -> Handle:
+        """Tell the coordinator that this rank has called an operation.
+
+        Args:
+            request: The operation.
+            inputs: This rank's tensors.
+            outputs: Tensors that take the results of an allreduce or broadcast.
+            single: Whether the result is one tensor rather than a list.
+
+        Raises:
+            HorovodOrderError: HOROVOD_NAME, if an operation of this name has not ended.
+            HorovodInternalError: HOROVOD_RANK_LEFT, if the coordinator has gone.
+        """
+        handle = Handle(request.name)
+        ready = None
+        if any(tensor.is_cuda for tensor in inputs):
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        entry = _Pending(handle=handle, inputs=tuple(inputs), outputs=tuple(outputs), single=single, ready=ready)
+        key = (request.set_id, request.name)
+        with self._lock:
+            if self._closed is not None:
+                raise HorovodInternalError(self._closed)
+            if key in self._pending:
+                raise HorovodOrderError.of(
+                    code="HOROVOD_NAME",
+                    key=request.name,
+                    message=f"{request.kind} {request.name!r} is called while an operation of that name has not ended",
+                    fix="Wait for it by synchronize(handle), or give each of them a name of its own",
+                )
+            self._pending[key] = entry
+            try:
+                self._connection.send(request)
+            except OSError:
+                self._pending.pop(key, None)
+                raise HorovodInternalError(_gone()) from None
+        return handle
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every operation that was called has ended."""
+        return not self._pending
+
+    def leave(self) -> None:
+        """Tell the others that this rank calls nothing more."""
+        with self._lock:
+            if self._closed is None:
+                self._closed = Problem(
+                    code="HOROVOD_NOT_INITIALIZED", message="shutdown() has been called", fix="Call init() again"
+                )
+                try:
+                    self._connection.send(LEAVE)
+                except OSError:
+                    return
+        self._thread.join(_LEAVE_SECONDS)
+
+    def _run(self) -> None:
+        problem = _gone()
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        try:
+            while (message := self._connection.recv()) != LEAVE:
+                self._do(message)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            pass
+        with self._lock:
+            self._closed = self._closed or problem
+            pending, self._pending = self._pending, {}
+        for entry in pending.values():
+            entry.handle.fail(problem)
+
+    def _do(self, response: Response) -> None:
+        entries = self._take(response)
+        try:
+            if response.problem is not None:
+                raise HorovodInternalError(response.problem)
+            self._perform(response, entries)
+        except HorovodInternalError as error:
+            self._fail(entries, error.problems[0])
+        except Exception as error:
+            names = ", ".join(request.name for request in response.requests)
+            self._fail(
+                entries,
+                Problem(
+                    code="HOROVOD_COLLECTIVE",
+                    key=names,
+                    message=f"{response.kind} {names!r} failed: {first_line(error)}",
+                    fix="Look at the output of the other ranks: one of them may have ended",
+                    source="torch.distributed",
+                ),
+            )
+
+    def _take(self, response: Response) -> list[_Pending | None]:
+        with self._lock:
+            if response.kind == "join":
+                self._counters.clear()  # ranks with fewer batches have called fewer operations
+            return [self._pending.pop((request.set_id, request.name), None) for request in response.requests]
+
+    @staticmethod
+    def _fail(entries: list[_Pending | None], problem: Problem) -> None:
+        for entry in entries:
+            if entry is not None:
+                entry.handle.fail(problem)
+
+    def _perform(self, response: Response, entries: list[_Pending | None]) -> None:
+        if response.kind in ("barrier", "join", "add_process_set", "remove_process_set"):
+            self._change_sets(response)
+            for entry in entries:
+                if entry is not None:
+                    entry.handle.finish(response.number)
+            return
+        on_card = any(spec.device == "cuda" for request in response.requests for spec in request.specs)
+        if not on_card:
+            self._compute(response, entries, None)
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            for entry in entries:
+                if entry is not None and entry.ready is not None:
+                    self._stream.wait_event(entry.ready)
+                    for tensor in (*entry.inputs, *entry.outputs):
+                        if tensor.is_cuda:
+                            tensor.record_stream(self._stream)
+            self._compute(response, entries, torch.cuda.Event())  # type: ignore[no-untyped-call]
+
+    def _compute(self, response: Response, entries: list[_Pending | None], event: torch.cuda.Event | None) -> None:
+        inputs: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
+        for entry, request in zip(entries, response.requests, strict=True):
+            given = entry.inputs if entry is not None else tuple(map(collectives.zeros, request.specs))
+            inputs += given
+            outputs += entry.outputs if entry is not None else given
+        place = self._places[response.requests[0].set_id]
+        results: Any = [list(entry.outputs) if entry is not None else None for entry in entries]
+        match response.kind:
+            case "allreduce":
+                collectives.allreduce(response, inputs, outputs, place=place)
+            case "broadcast":
+                collectives.broadcast(response, inputs, outputs, place=place)
+            case "allgather":
+                results = [collectives.allgather(response, inputs, place=place)]
+            case "alltoall":
+                results = [[collectives.alltoall(response, inputs, place=place)]]
+            case _:
+                results = [collectives.reducescatter(response, inputs, place=place)]
+        if event is not None:
+            event.record()
+        for entry, result in zip(entries, results, strict=True):
+            if entry is not None:
+                entry.handle.finish(result[0] if entry.single else result, event)
+
+    def _change_sets(self, response: Response) -> None:
+        request = response.requests[0]
+        if request.kind == "add_process_set":
+            group = dist.new_group(list(request.ranks))
+            if self.rank in request.ranks:
+                self._places[response.number] = Place(group=group, ranks=request.ranks, rank=self.rank)
+        elif request.kind == "remove_process_set" and request.root in self._places:
+            dist.destroy_process_group(self._places.pop(request.root).group)
+
+
+def _gone() -> Problem:
+    return Problem(
+        code="HOROVOD_RANK_LEFT",
+        message="rank 0, which negotiates, has ended or called shutdown()",
+        fix="Look at the output of rank 0",
+    )
