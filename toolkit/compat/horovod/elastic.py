@@ -21,6 +21,7 @@ import torch
 from toolkit.compat.horovod import runtime
 from toolkit.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from toolkit.compat.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from toolkit.compat.horovod.submission import barrier
 from toolkit.errors import CheckpointError, first_line
 from toolkit.io import make_folder
 
@@ -254,9 +255,12 @@ def _write(path: Path, contents: dict[str, Any]) -> None:
 
 
 def _finish(state: State) -> None:
+    """Remove the commit once the function has returned on all ranks: one that still fails must find it."""
     path = _file()
-    if path is not None and isinstance(state, ObjectState) and runtime.rank() == 0:
-        path.unlink(missing_ok=True)
+    if path is not None and isinstance(state, ObjectState):
+        barrier()
+        if runtime.rank() == 0:
+            path.unlink(missing_ok=True)
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import threading
@@ -58,10 +59,11 @@ class Handle:
         if self._error is not None:
             raise HorovodInternalError(self._error)
         if self._on_card is not None:
-            torch.cuda.current_stream().wait_event(self._on_card)
             for tensor in self._result if isinstance(self._result, list | tuple) else [self._result]:
-                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                if tensor.is_cuda:
+                    stream = torch.cuda.current_stream(tensor.device)
+                    stream.wait_event(self._on_card)
+                    tensor.record_stream(stream)
         return self._result
 
 
@@ -95,8 +97,9 @@ class Engine:
         self._connection = connection
         self._places = {0: Place(group=group, ranks=tuple(range(size)), rank=rank)}
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
         self._pending: dict[tuple[int, str], _Pending] = {}
         self._closed: Problem | None = None
         self._counters: dict[str, itertools.count[int]] = {}
@@ -129,10 +132,8 @@ class Engine:
             HorovodInternalError: HOROVOD_RANK_LEFT, if the coordinator has gone.
         """
         handle = Handle(request.name)
-        ready = None
-        if any(tensor.is_cuda for tensor in inputs):
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
+        on_card = next((tensor.device for tensor in inputs if tensor.is_cuda), None)
+        ready = None if on_card is None else torch.cuda.current_stream(on_card).record_event()
         entry = _Pending(handle=handle, inputs=tuple(inputs), outputs=tuple(outputs), single=single, ready=ready)
         key = (request.set_id, request.name)
         with self._lock:
@@ -146,11 +147,14 @@ class Engine:
                     fix="Wait for it by synchronize(handle), or give each of them a name of its own",
                 )
             self._pending[key] = entry
-            try:
+        try:
+            # Not under the other lock: where the coordinator is slow to read, this rank must still take what it sends.
+            with self._sending:
                 self._connection.send(request)
-            except OSError:
+        except OSError:
+            with self._lock:
                 self._pending.pop(key, None)
-                raise HorovodInternalError(_gone()) from None
+            raise HorovodInternalError(_gone()) from None
         return handle
 
     @property
@@ -161,14 +165,11 @@ class Engine:
     def leave(self) -> None:
         """Tell the others that this rank calls nothing more."""
         with self._lock:
-            if self._closed is None:
-                self._closed = Problem(
-                    code="HOROVOD_NOT_INITIALIZED", message="shutdown() has been called", fix="Call init() again"
-                )
-                try:
-                    self._connection.send(LEAVE)
-                except OSError:
-                    return
+            self._closed = self._closed or Problem(
+                code="HOROVOD_NOT_INITIALIZED", message="shutdown() has been called", fix="Call init() again"
+            )
+        with contextlib.suppress(OSError), self._sending:
+            self._connection.send(LEAVE)
         self._thread.join(_LEAVE_SECONDS)
 
     def _run(self) -> None:
@@ -226,20 +227,27 @@ class Engine:
                 if entry is not None:
                     entry.handle.finish(response.number)
             return
-        on_card = any(spec.device == "cuda" for request in response.requests for spec in request.specs)
-        if not on_card:
+        if not any(spec.device == "cuda" for request in response.requests for spec in request.specs):
             self._compute(response, entries, None)
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream(entries)):
+            stream = torch.cuda.current_stream()
             for entry in entries:
                 if entry is not None and entry.ready is not None:
-                    self._stream.wait_event(entry.ready)
+                    stream.wait_event(entry.ready)
                     for tensor in (*entry.inputs, *entry.outputs):
                         if tensor.is_cuda:
-                            tensor.record_stream(self._stream)
+                            tensor.record_stream(stream)
             self._compute(response, entries, torch.cuda.Event())  # type: ignore[no-untyped-call]
+
+    def _stream(self, entries: list[_Pending | None]) -> torch.cuda.Stream:
+        """Return the stream for operations on the card that holds this rank's tensors."""
+        given = (tensor.device for entry in entries if entry is not None for tensor in entry.inputs if tensor.is_cuda)
+        device = next(given, self._device)
+        assert device is not None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
 
     def _compute(self, response: Response, entries: list[_Pending | None], event: torch.cuda.Event | None) -> None:
         inputs: list[torch.Tensor] = []

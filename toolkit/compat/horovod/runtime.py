@@ -126,11 +126,13 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     global _process
     if _process is not None:
         return
-    identity = rank_from_environment(os.environ) or WorkerIdentity(rank=0, local_rank=0, world_size=1)
-    if comm is not None and list(comm) != list(range(identity.world_size)):
+    found = rank_from_environment(os.environ)
+    identity = found or WorkerIdentity(rank=0, local_rank=0, world_size=1)
+    if comm is not None and not (isinstance(comm, list | tuple) and list(comm) == list(range(identity.world_size))):
         raise NotBuiltError(not_built("init(comm=…)", "Leave it out, and pass ProcessSet objects as process_sets"))
-    for name, value in identity.as_environment().items():
-        os.environ.setdefault(name, value)  # torch's rendezvous reads them, and so do scripts
+    if found is not None:
+        for name, value in found.as_environment().items():
+            os.environ.setdefault(name, value)  # torch's rendezvous reads them, and so do scripts
     device = _device(identity.local_rank)
     owns_world = not dist.is_initialized()
     if owns_world:
