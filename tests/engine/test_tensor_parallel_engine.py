@@ -35,6 +35,8 @@ from toolkit.planning.plan import Plan
 TENSOR, RANKS, STEPS = 2, 4, 6
 LORA_ON_HEAD = LORA | {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj", "lm_head"]}}
 LORA_ATTENTION = LORA | {"lora": {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}}
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+LORA_LATENT = LORA | {"lora": {"r": 4, "target_modules": LATENT}}
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 4}
 
 
@@ -85,6 +87,13 @@ def cases() -> dict[str, Case]:
         train=SGD | {"gradient_checkpointing": True}, stage=2, architecture="qwen2", **pieces
     )
     made["full-cpu"] = Case(train=ADAM, stage=3, offload="full-cpu", tensor=TENSOR, **CLOSE)
+    # Tables that are derived from the model: of latent attention, shared experts, sinks and experts with biases.
+    for stage in (1, 2, 3):
+        made[f"derived zero {stage}"] = Case(train=SGD, stage=stage, architecture="deepseek_v2", tensor=TENSOR)
+    again = SGD | {"gradient_checkpointing": True}
+    made["derived checkpointing zero 2"] = Case(train=again, stage=2, architecture="deepseek_v2", tensor=TENSOR)
+    made["derived lora zero 2"] = Case(train=LORA_LATENT, stage=2, architecture="deepseek_v2", tensor=TENSOR)
+    made["derived lora zero 3"] = Case(train=LORA_LATENT, stage=3, architecture="deepseek_v2", tensor=TENSOR)
     made["padded zero 2"] = Case(train=SGD, stage=2, packing="none", architecture="qwen2", tensor=TENSOR)
     made["separated zero 1"] = Case(train=SGD, stage=1, packing="separated", architecture="qwen2", tensor=TENSOR)
     return made

@@ -55,7 +55,6 @@ BROKEN = [
     ("PIPELINE_UNSUPPORTED", "parallel.offload", "optimizer-nvme", {"model": "llama-3.2-1b", "ranks": 2, "nvme_path": "/local", "parallel": {"pipeline": 2, "offload": "optimizer-nvme", "zero_stage": 3}}),
     ("TP_HEADS", "parallel.tensor", "num_attention_heads=32: a rank must have whole heads", {"model": "llama-3.1-8b", "ranks": 6, "parallel": {"tensor": 3}}),
     ("TP_HEADS", "parallel.tensor", "num_key_value_heads=10", {"model": "phi-4", "ranks": 4, "parallel": {"tensor": 4}}),
-    ("TP_ARCHITECTURE", "parallel.tensor", "model_type=deepseek_v2", {"model": "deepseek-v2-lite", "parallel": {"tensor": 2}}),
     ("TP_UNSUPPORTED", "train.precision", "precision=fp8", {"model": "llama-3.1-8b", "train": {"precision": "fp8"}, "parallel": {"tensor": 2}}),
     ("TP_UNSUPPORTED", "train.loss", "loss=chunked", {"model": "llama-3.1-8b", "train": {"loss": "chunked"}, "parallel": {"tensor": 2}}),
     ("TP_UNSUPPORTED", "train.lora.lora_dropout", "0.1", {"model": "llama-3.1-8b", "train": {"method": "lora", "lora": {"lora_dropout": 0.1}}, "parallel": {"tensor": 2}}),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.distributed.fake import FakeGroup
+from toolkit.distributed.thread_ranks import ThreadGroup
 from toolkit.topology.grid import Grid
 
 _Groups: TypeAlias = tuple[tuple[int, ...], ...]
@@ -49,7 +50,7 @@ def split_group(group: dist.ProcessGroup, num_parts: int) -> dist.ProcessGroup:
     Raises:
         ValueError: If `num_parts` does not divide the group.
     """
-    if isinstance(group, FakeGroup):
+    if isinstance(group, FakeGroup | ThreadGroup):
         return group.part(num_parts)
     ranks = dist.get_process_group_ranks(group)
     length, left_over = divmod(len(ranks), num_parts)

@@ -106,7 +106,7 @@ def open_checkpoint(
     peft_model = adapted_model(described(), lora) if adapted else None
     shards = {}
     if tp_size > 1:
-        shards = dense_shards(model, tp_plan_for(model), num_ranks=tp_size)
+        shards = dense_shards(model, tp_plan_for(model, num_ranks=tp_size), num_ranks=tp_size)
         if peft_model is not None:
             shards = adapted_shards(names, shards, lora_targets(peft_model))
     tied = _tied_names(names, model)

@@ -109,7 +109,7 @@ def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = F
     Source:
         deepspeed runtime/zero/partition_parameters.py InsertPostInitMethodToModuleSubClasses.
     """
-    reference = _own_class(config) if trust_remote_code else None
+    reference = own_class(config) if trust_remote_code else None
     if reference is not None:
         get_class_from_dynamic_module(reference, config.name_or_path)
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -118,7 +118,12 @@ def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = F
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the lookup imports the class
 
 
-def _own_class(config: PreTrainedConfig) -> str | None:
+def own_class(config: PreTrainedConfig) -> str | None:
+    """Return the reference to the class that a model brings; None if it brings none.
+
+    Raises:
+        SpecError: MODEL_CONFIG_INVALID for code that is not named as transformers names it.
+    """
     own = getattr(config, "auto_map", None) or {}
     reference = own.get("AutoModelForCausalLM") if isinstance(own, Mapping) else own
     if reference is None or (isinstance(own, Mapping) and isinstance(reference, str) and reference):

@@ -41,6 +41,7 @@ from toolkit.modeling.liger import check_installed, import_for
 from toolkit.modeling.lora import apply_lora
 from toolkit.modeling.materialize import allocate
 from toolkit.modeling.nf4 import hold_in_nf4, import_bitsandbytes
+from toolkit.modeling.proofs import check_twin, prove_splits
 from toolkit.modeling.weights import load_pretrained
 from toolkit.pipeline_parallel.param_tags import mark_stage
 from toolkit.pipeline_parallel.part import inner_model, stage_info
@@ -175,6 +176,7 @@ def build_model(
     _check_packages(options, device)
     config = model_config(plan)
     import_architecture(config, trust_remote_code=options.trust_remote_code)
+    prove_splits(config, tensor=plan.grid.tp, pipeline=plan.grid.pp, trust_remote_code=options.trust_remote_code)
     dp_group = None if world is None else world.dp_group
     if plan.job.parallel.strategy == "fsdp2" and world is not None:
         return _build_sharded(
@@ -317,8 +319,12 @@ def shard_model(
         tp_group: Ranks that share each layer; None for whole layers.
         part: Layers of a pipeline rank; None for all.
     """
+    if part is not None:
+        check_twin(model)
     if tp_group is not None:
-        apply_tensor_parallel(model, tp_plan_for(model), tp_group=tp_group, sequence_parallel=options.sequence_parallel)
+        pieces = options.sequence_parallel
+        styles = tp_plan_for(model, num_ranks=tp_group.size(), sequence_parallel=pieces)
+        apply_tensor_parallel(model, styles, tp_group=tp_group, sequence_parallel=pieces)
         _gather_layers_whole(model)
     if part is not None:
         split_model(model, part)

@@ -27,7 +27,7 @@ from toolkit.tensor_parallel.autograd import (
     reduce_from_region,
     reduce_scatter_to_sequence,
 )
-from toolkit.tensor_parallel.grad_sync import sum_gradients
+from toolkit.tensor_parallel.grad_sync import gradient_group, sum_gradients
 from toolkit.tensor_parallel.layout import Shard
 from toolkit.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, ShardedLinear
 
@@ -51,6 +51,10 @@ def shard_adapters(model: nn.Module) -> None:
         if not isinstance(module, LoraLinear):
             continue
         base: Any = module.get_base_layer()
+        if (between := gradient_group(base)) is not None:  # a replicated layer that only this rank's shards read
+            for name in module.lora_A:
+                sum_gradients(module.lora_A[name], ["weight"], group=between)
+                sum_gradients(module.lora_B[name], ["weight"], group=between)
         if not isinstance(base, ShardedLinear):
             continue
         cut = base.shards["weight"]

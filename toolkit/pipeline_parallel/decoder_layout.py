@@ -29,6 +29,8 @@ from toolkit.pipeline_parallel.stage_context import (
 )
 from toolkit.planning.pipeline_layout import across_stages
 
+# Most values that layers of transformers return: hidden states, and weights or states that nobody reads in training.
+_MOST_RETURNED = 3
 # Tokens of the trial run: more than one, to differ from a single step of generation.
 _TOKENS = 3
 
@@ -41,13 +43,15 @@ class DecoderLayout:
         layers: Name of its list of decoder layers.
         before: Modules with weights or dropout that are called before the first layer.
         behind: Modules with weights or dropout that are called after the last layer, head included.
-        gives_tuple: Whether layers return a tuple.
+        returns: Number of values in the tuple that layers return; 0 if they return hidden states alone.
+        features: Shape of the hidden states of one token.
     """
 
     layers: str
     before: tuple[str, ...]
     behind: tuple[str, ...]
-    gives_tuple: bool
+    returns: int
+    features: tuple[int, ...]
 
 
 def find_anatomy(model: PreTrainedModel) -> DecoderLayout:
@@ -61,13 +65,17 @@ def find_anatomy(model: PreTrainedModel) -> DecoderLayout:
     reasons = list(_reasons(model, layers))
     if reasons:
         raise _refused(model, reasons[0])
-    plain = _DryRun(model, layers, ends, gives_tuple=False)
-    trial = plain if plain.problem is None else _DryRun(model, layers, ends, gives_tuple=True)
-    if trial.problem is not None:  # if both runs failed, the problem of the one that got further
-        raise _refused(model, max(plain, trial, key=lambda one: len(one.calls)).problem or trial.problem)
+    trials = []
+    for returns in range(_MOST_RETURNED + 1):
+        trials.append(_DryRun(model, layers, ends, returns=returns))
+        if trials[-1].problem is None:
+            break
+    else:  # if all runs failed, the problem of the one that got furthest
+        raise _refused(model, max(trials, key=lambda one: len(one.calls)).problem or "")
+    trial = trials[-1]
     before = tuple(name for name in ends if trial.is_before(name))
     behind = tuple(name for name in ends if name not in before)  # also what the base model does not call: the head
-    return DecoderLayout(layers=layers, before=before, behind=behind, gives_tuple=trial is not plain)
+    return DecoderLayout(layers=layers, before=before, behind=behind, returns=trial.returns, features=trial.features)
 
 
 def find_layers(model: nn.Module) -> str:
@@ -77,6 +85,11 @@ def find_layers(model: nn.Module) -> str:
         PlanError: PIPELINE_LAYERS if there is not exactly one.
     """
     outermost = list(layer_lists(model))
+    if len(outermost) > 1:  # towers for images or audio have layers too
+        decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+        outermost = [
+            name for name in outermost if any(model.get_submodule(name) is one for one in decoder.children())
+        ] or outermost
     if len(outermost) == 1:
         return outermost[0]
     found = f"it has {len(outermost)}: {', '.join(outermost)}" if outermost else "it has none"
@@ -131,17 +144,19 @@ class _DryRun:
     Hidden states require gradients here, which shows any other input of a layer that depends on them.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: str, ends: list[str], *, gives_tuple: bool) -> None:
+    def __init__(self, model: PreTrainedModel, layers: str, ends: list[str], *, returns: int) -> None:
         self.calls: list[str | int] = []
         self.problem: str | None = None
-        self._layers, self._gives_tuple = layers, gives_tuple
+        self._layers, self.returns = layers, returns
+        self.features: tuple[int, ...] = (width_of(model),)
         self._given: torch.Tensor | None = None
         stack: Any = model.get_submodule(layers)
         self._num_layers = len(stack)
-        passage = StageContext(num_layers=self._num_layers, gives_tuple=gives_tuple)
+        passage = StageContext(num_layers=self._num_layers, returns=returns)
+        self._passage = passage
         # No layer is run, but a model may ask for the dtype of one.
         held = PartialModuleList(stack, frozenset(range(len(stack))), passage)
-        stand_ins = {name: PlaceholderModule(passage) for name in ends}
+        stand_ins = {name: PlaceholderModule(passage, model.get_submodule(name)) for name in ends}
         for name, stand_in in stand_ins.items():
             stand_in.register_forward_pre_hook(lambda module, args, name=name: self.calls.append(name))
         try:
@@ -164,7 +179,7 @@ class _DryRun:
         weight = next(model.parameters())
         device = torch.device("cpu") if weight.is_meta else weight.device
         blank_BSD = torch.zeros((1, _TOKENS, width_of(model)), dtype=model.dtype, device=device, requires_grad=True)
-        no_padding = (model.config.get_text_config(decoder=True).pad_token_id or 0) + 1
+        no_padding = (getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0) + 1
         ids = torch.full((1, _TOKENS), no_padding, dtype=torch.int64, device=device)
         nowhere = range(self._num_layers, self._num_layers)
         with passage.through(nowhere, blank_BSD=blank_BSD, received=None, training=False), torch.device(device):
@@ -184,8 +199,10 @@ class _DryRun:
                 f"layer {position} of {self._layers} reads the embeddings or another layer's output in addition to its "
                 "input"
             )
+        if position == 0:
+            self.features = tuple(hidden.shape[2:])
         self._given = torch.zeros_like(hidden, requires_grad=True)
-        return (self._given,) if self._gives_tuple else self._given
+        return self._passage.returned(self._given)
 
     def _note(self, problem: str) -> None:
         self.problem = self.problem or problem

@@ -69,11 +69,13 @@ def split_model(model: PreTrainedModel, part: StageSpec) -> StageInfo:
         raise ValueError(f"a model of {len(stack)} layers is split by a StageSpec of {part.num_layers}")
     tied = _tied_ends(model, anatomy)
     pieces = getattr(stack, "sequence_pieces", None)
-    passage = StageContext(num_layers=part.num_layers, gives_tuple=anatomy.gives_tuple, pieces=pieces)
+    passage = StageContext(
+        num_layers=part.num_layers, returns=anatomy.returns, features=anatomy.features, pieces=pieces
+    )
     own = frozenset(layer for layer in range(part.num_layers) if part.owns(layer))
     model.set_submodule(anatomy.layers, PartialModuleList(stack, own, passage))
-    before = {name: PlaceholderModule(passage) for name in anatomy.before}
-    behind = {name: PlaceholderModule(passage) for name in anatomy.behind}
+    before = {name: PlaceholderModule(passage, model.get_submodule(name)) for name in anatomy.before}
+    behind = {name: PlaceholderModule(passage, model.get_submodule(name)) for name in anatomy.behind}
     absent = {**({} if part.first else before), **({} if part.last else behind)}
     for name, stand_in in absent.items():
         model.set_submodule(name, stand_in)

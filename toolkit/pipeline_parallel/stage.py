@@ -16,7 +16,6 @@ from toolkit.errors import PlanError
 from toolkit.pipeline_parallel.decoder_layout import base_of, width_of
 from toolkit.pipeline_parallel.part import StageInfo, inner_model, stage_info
 from toolkit.pipeline_parallel.stage_context import replaced
-from toolkit.tensor_parallel.autograd import SEQUENCE_DIM
 from toolkit.tensor_parallel.sequence import check_length
 
 
@@ -54,18 +53,18 @@ def forward_stage(model: Any, batch: Mapping[str, Any], *, chunk: int = 0, recei
 def hidden_shape(model: Any, batch: Mapping[str, Any]) -> torch.Size:
     """Return the shape of the hidden states that stages send each other for a micro-batch: (batch, sequence, width).
 
-    With sequence parallelism the sequence is this rank's shard.
+    With sequence parallelism the sequence is this rank's shard; some models have several streams of a width.
 
     Raises:
         PlanError: TP_SEQUENCE if the sequence cannot be divided into equal shards.
     """
     inner = inner_model(model)
-    shape = [*batch["input_ids"].shape, width_of(inner)]
-    pieces = inner.pipeline_cut.passage.pieces
-    if pieces is not None:
-        check_length(shape[SEQUENCE_DIM], pieces.tp_group.size())
-        shape[SEQUENCE_DIM] //= pieces.tp_group.size()
-    return torch.Size(shape)
+    rows, tokens = batch["input_ids"].shape
+    passage = inner.pipeline_cut.passage
+    if passage.pieces is not None:
+        check_length(tokens, passage.pieces.tp_group.size())
+        tokens //= passage.pieces.tp_group.size()
+    return torch.Size((rows, tokens, *passage.features))
 
 
 def hidden_dtype(model: Any) -> torch.dtype:

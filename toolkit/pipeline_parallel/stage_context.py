@@ -40,12 +40,16 @@ class StageContext:
 
     Args:
         num_layers: Number of decoder layers of the whole model.
-        gives_tuple: Whether its layers return a tuple, with the hidden states first.
+        returns: Number of values in the tuple that its layers return, with the hidden states first; 0 if they return
+            hidden states alone.
+        features: Shape of the hidden states of one token.
         pieces: How tensor ranks shard the sequence between the layers; None if each has the whole sequence.
     """
 
-    def __init__(self, *, num_layers: int, gives_tuple: bool, pieces: Pieces | None = None) -> None:
-        self.num_layers, self.gives_tuple, self.pieces = num_layers, gives_tuple, pieces
+    def __init__(
+        self, *, num_layers: int, returns: int, features: tuple[int, ...] = (), pieces: Pieces | None = None
+    ) -> None:
+        self.num_layers, self.returns, self.features, self.pieces = num_layers, returns, features, pieces
         self._call: _Call | None = None
 
     @contextlib.contextmanager
@@ -93,8 +97,12 @@ class StageContext:
             call.taken = hidden
             if region is not None:
                 region.leave()
-            return call.blank
+            return call.blank if call.blank.shape == hidden.shape else torch.zeros_like(hidden)
         return hidden
+
+    def returned(self, hidden: torch.Tensor) -> Any:
+        """Return what a layer returns with some hidden states; what else it returns is for nobody in training."""
+        return (hidden, *[None] * (self.returns - 1)) if self.returns else hidden
 
     @property
     def _under_way(self) -> _Call:
@@ -114,25 +122,40 @@ class RemoteLayer(nn.Module):
 
     def __init__(self, layer: nn.Module, position: int, passage: StageContext) -> None:
         super().__init__()
-        for name, value in vars(layer).items():
-            if isinstance(value, str | int | float) and not name.startswith("_") and name != "training":
+        for name in (*vars(type(layer)), *vars(layer)):
+            value = None if name.startswith("_") or name == "training" else getattr(layer, name, None)
+            if isinstance(value, str | int | float):
                 setattr(self, name, value)
         self._position, self._passage = position, passage
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = self._passage.route(self._position, hidden_of(args, kwargs))
-        return (given,) if self._passage.gives_tuple else given
+        return self._passage.returned(self._passage.route(self._position, hidden_of(args, kwargs)))
 
     def extra_repr(self) -> str:
         return "on another stage"
 
 
 class PlaceholderModule(nn.Module):
-    """Placeholder for a module before or after the layers: returns hidden states unchanged, and a blank for other input."""
+    """Placeholder for a module before or after the layers: returns hidden states unchanged, and a blank for other input.
 
-    def __init__(self, passage: StageContext) -> None:
+    Args:
+        passage: Stage context.
+        module: Module to replace, of whose weight models read the device or a row.
+    """
+
+    def __init__(self, passage: StageContext, module: nn.Module | None = None) -> None:
         super().__init__()
         self._passage = passage
+        weight = None if module is None else module._parameters.get("weight")
+        self._shape = None if weight is None else weight.shape
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A blank of the shape of the module's weight."""
+        if self._shape is None:
+            raise AttributeError("the module has no weight")
+        blank = self._passage.blank
+        return torch.zeros((), dtype=blank.dtype, device=blank.device).expand(self._shape)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.planning.rules.tensor import TENSOR_MODEL_TYPES
 from toolkit.planning.stage_parts import bubble_warning
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
@@ -21,6 +22,17 @@ def plan_warnings(draft: UncheckedPlan) -> Iterator[str]:
     yield from bubble_warning(draft)
     yield from learning_rate_warning(draft)
     yield from lost_updates_warning(draft)
+    yield from derived_table_warning(draft)
+
+
+def derived_table_warning(draft: UncheckedPlan) -> Iterator[str]:
+    """Yield a warning of tensor ranks for an architecture whose table of styles is derived from its modules."""
+    size, model_type = draft.job.parallel.tensor, draft.model.model_type
+    if size > 1 and model_type not in TENSOR_MODEL_TYPES:
+        yield (
+            f"tensor={size} with model_type={model_type}, for which no table of styles is written: one is derived from the model and "
+            "proven on a small twin before the run starts, which refuses it if the two differ"
+        )
 
 
 def lost_updates_warning(draft: UncheckedPlan) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,13 +12,14 @@ from torch import nn
 from toolkit.distributed.process_groups import split_group
 from toolkit.errors import PlanError, raise_all
 from toolkit.introspect import tied_groups
+from toolkit.tensor_parallel.autograd import enter_region
 from toolkit.tensor_parallel.cross_entropy import VocabParallelCausalLoss
 from toolkit.tensor_parallel.decoder import Decoder, find_decoder
 from toolkit.tensor_parallel.embedding import VocabParallelEmbedding, embedding_shards, vocabulary_layout
 from toolkit.tensor_parallel.experts import expert_shards, shard_experts
 from toolkit.tensor_parallel.grad_sync import sum_gradients
 from toolkit.tensor_parallel.guard import guard_part
-from toolkit.tensor_parallel.layout import Layout, Shard
+from toolkit.tensor_parallel.layout import Layout, Part, Shard
 from toolkit.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -25,6 +27,7 @@ from toolkit.tensor_parallel.linear import (
     input_features,
     output_features,
     row_shards,
+    sharded_parameter,
     share_input,
 )
 from toolkit.tensor_parallel.norm import ParallelRMSNorm, norm_shards
@@ -34,6 +37,7 @@ from toolkit.tensor_parallel.plan import (
     Experts,
     FeatureNorm,
     Heads,
+    PerHead,
     Replicated,
     RowParallel,
     Style,
@@ -110,10 +114,22 @@ def _join_regions(model: nn.Module, found: dict[str, Style], tp_group: dist.Proc
     """Let the columns of a region compute together, and give each rank its own random state inside it."""
     for region in regions(found):
         columns = [model.get_submodule(name) for name in region.columns]
-        share_input([column for column in columns if isinstance(column, ColumnParallelLinear)])
+        around = found.get(region.parent)
+        if isinstance(around, Attention) and around.enters:
+            for column in columns:  # of several inputs, whose gradients are summed where they enter
+                share_input([column] if isinstance(column, ColumnParallelLinear) else [], reads="gathered")
+        else:
+            share_input([column for column in columns if isinstance(column, ColumnParallelLinear)])
         if _drops_attention(model):
             parent, row = model.get_submodule(region.parent), model.get_submodule(region.rows[0])
             shard_dropout(parent, columns=columns, row=row, tp_group=tp_group)
+
+
+def per_head_shards(module: nn.Module, names: Iterable[str], count: int) -> dict[str, Shard]:
+    """Return how parameters with an element of their first dimension for each of `count` heads are sharded."""
+    layout = Layout(parts=(Part(num_units=count),))
+    present = [name for name in names if module._parameters.get(name) is not None]
+    return {name: Shard(dim=0, layout=layout, dense_length=count) for name in present}
 
 
 def parameter_shards(model: nn.Module) -> dict[str, Shard]:
@@ -159,8 +175,12 @@ def _shards_of(module: Any, style: Style, heads: Heads, num_ranks: int) -> dict[
         case FeatureNorm():
             return norm_shards(_layout(module, style, heads, num_ranks))
         case Experts():
-            return expert_shards(module)
-        case Replicated() | Attention():
+            return expert_shards(module, style)
+        case PerHead():
+            return per_head_shards(module, list(module._parameters), heads.count(style.part))
+        case Attention():
+            return per_head_shards(module, style.per_head, heads.query)
+        case Replicated():
             return {}
 
 
@@ -201,12 +221,12 @@ class _Builder:
                 layout = _layout(module, style, self._heads, self._group.size())
                 model.set_submodule(name, self._of_layout(module, name, style, layout))
             case Experts():
-                shard_experts(module, tp_group=self._group)
+                shard_experts(module, style, tp_group=self._group)
             case Replicated(reads_shards=True):
                 for inner in module.modules():
                     sum_gradients(inner, inner._parameters, group=self._group)
-            case Attention():
-                self._localise(module, style)
+            case PerHead() | Attention():
+                self._take_heads(module, style)
 
     def _of_layout(self, module: nn.Module, name: str, style: Style, layout: Layout) -> nn.Module:
         match style:
@@ -225,14 +245,30 @@ class _Builder:
                 )
         return ColumnParallelLinear(module, layout, tp_group=self._group, replica_group=self._replica_group)
 
+    def _take_heads(self, module: Any, style: PerHead | Attention) -> None:
+        """Reduce a module's own parameters for each head, and its numbers of heads, to those of this rank."""
+        shards = _shards_of(module, style, self._heads, self._group.size())
+        if shards:
+            module.shards = shards
+        for name, shard in shards.items():
+            module.register_parameter(name, sharded_parameter(module._parameters[name], shard, tp_group=self._group))
+        if isinstance(style, PerHead):
+            if self._replica_group is not None and style.part == "key_value":
+                sum_gradients(module, shards, group=self._replica_group)
+            return
+        self._localise(module, style)
+        if style.enters:
+            rest = [name for name in module._parameters if name not in shards]
+            sum_gradients(module, rest, group=self._group)
+            enter_region(module, tp_group=self._group)
+
     def _localise(self, module: Any, style: Attention) -> None:
         size, own = self._group.size(), self._heads.on_rank(self._group.size())
-        for name in style.query:
-            setattr(module, name, getattr(module, name) // size)
-        for name in style.key_value:
-            setattr(module, name, own.key_value)
-        for name in style.ratio:
-            setattr(module, name, own.query // own.key_value)
+        replicas = max(1, size // self._heads.key_value)  # a key head on several ranks has fewer queries on each
+        shares = {**dict.fromkeys((*style.query, *style.key_value), size), **dict.fromkeys(style.ratio, replicas)}
+        for name, share in shares.items():
+            if hasattr(module, name):  # layers of one pattern may differ in them
+                setattr(module, name, max(1, getattr(module, name) // share))
         if style.reads_config:
             module.config = copy.copy(module.config)
             module.config.num_attention_heads, module.config.num_key_value_heads = own.query, own.key_value

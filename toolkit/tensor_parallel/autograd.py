@@ -24,7 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd import Function
+from torch.utils._pytree import tree_map
 
 from toolkit.distributed.collectives import all_gather, all_reduce, equal_pieces, reduce_scatter
 
@@ -84,6 +86,23 @@ def reduce_scatter_to_sequence(x: torch.Tensor, *, dim: int, tp_group: dist.Proc
         forward: reduce-scatter, the size of `x`; backward: all-gather of the same size.
     """
     return _ReduceScatterSequence.apply(x, dim, tp_group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def enter_region(module: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
+    """Make a whole module a region: the gradient of each of its inputs is summed over the ranks.
+
+    Collectives:
+        forward: none; backward: all-reduce, the size of the inputs that require a gradient.
+    """
+
+    def copied(value: Any) -> Any:
+        needs = isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad
+        return copy_to_region(value, tp_group=tp_group) if needs else value
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return tree_map(copied, args), {name: tree_map(copied, value) for name, value in kwargs.items()}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class _Copy(Function):

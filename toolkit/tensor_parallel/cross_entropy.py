@@ -149,7 +149,7 @@ class _CrossEntropy(Function):
             if settings.z_loss:
                 grad.mul_((1 + 2 * settings.z_loss * log_sum)[:, None])
             if settings.rows:
-                share = here.float().mul_(settings.label_smoothing - 1)
+                share = here.to(grad.dtype).mul_(settings.label_smoothing - 1)
                 grad.scatter_add_(1, place[:, None], share[:, None])
             if settings.label_smoothing:
                 grad.sub_(settings.label_smoothing / settings.vocab_size)

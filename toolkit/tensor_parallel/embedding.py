@@ -55,7 +55,7 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     weight: nn.Parameter
-    embed_scale: torch.Tensor | None
+    embed_scale: torch.Tensor | float | None
 
     def __init__(self, dense: nn.Embedding, *, tp_group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -66,7 +66,11 @@ class VocabParallelEmbedding(nn.Module):
         self._rows = own_rows(dense.num_embeddings, tp_group)
         padding = dense.padding_idx
         self._padding_row = padding - self._rows.start if padding is not None and padding in self._rows else None
-        self.register_buffer("embed_scale", getattr(dense, "embed_scale", None), persistent=False)
+        scale = getattr(dense, "embed_scale", None)
+        if isinstance(scale, int | float):
+            self.embed_scale = float(scale)
+        else:
+            self.register_buffer("embed_scale", scale, persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of token ids. Shapes (…) to (…, width)."""
@@ -74,7 +78,10 @@ class VocabParallelEmbedding(nn.Module):
         rows = (ids - self._rows.start).masked_fill(elsewhere, 0)
         own = functional.embedding(rows, self.weight, self._padding_row).masked_fill(elsewhere[..., None], 0)
         embeddings = reduce_from_region(own, tp_group=self.tp_group)
-        return embeddings if self.embed_scale is None else embeddings * self.embed_scale.to(self.weight.dtype)
+        if self.embed_scale is None:
+            return embeddings
+        scale = self.embed_scale
+        return embeddings * (scale.to(self.weight.dtype) if isinstance(scale, torch.Tensor) else scale)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, rank {self.tp_group.rank()} of {self.tp_group.size()}"

@@ -40,6 +40,12 @@ def sum_gradients(module: nn.Module, names: Iterable[str], *, group: dist.Proces
     module.register_forward_pre_hook(_register_before)
 
 
+def gradient_group(module: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks over which the gradient of a replicated module's weight is summed; None if it is whole on each."""
+    groups: dict[str, dist.ProcessGroup] = getattr(module, _GROUPS, {})
+    return groups.get("weight")
+
+
 def register_gradient_sums(model: nn.Module) -> None:
     """Register the missing hooks of all parameters of a sharded model whose gradients are to be summed."""
     for module in model.modules():

@@ -83,7 +83,17 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Stacked experts of a mixture (`gate_up_proj`, `down_proj`), each with its inner features sharded."""
+    """Stacked experts of a mixture (`gate_up_proj` or `up_proj`, `down_proj`), each with its inner features sharded.
+
+    Args:
+        transposed: Whether the weight of an expert has shape (in, out), as GPT-OSS has it.
+        interleaved: Whether the features of gate and up alternate in `gate_up_proj`, instead of halves.
+        passes: Children that return their input, as experts without weights do.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+    passes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +111,17 @@ class FeatureNorm:
     def layout(self, length: int, heads: Heads) -> Layout:
         """Return the layout of `length` features; raise ValueError like `ColumnParallel.layout`."""
         return ColumnParallel(parts=(self.part,)).layout(length, heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerHead:
+    """A module between columns and rows with other parameters for each head, the first dimension of each of them.
+
+    Args:
+        part: Kind of the heads.
+    """
+
+    part: Feature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,15 +145,20 @@ class Attention:
         key_value: Attributes with the number of key heads.
         ratio: Attributes with the number of query heads per key head.
         reads_config: Whether its forward pass reads numbers of heads from its `config`.
+        per_head: Its own parameters with an element for each query head, such as sinks.
+        enters: Whether the gradient of all its inputs is summed where they enter it, not where columns read them: then
+            replicated layers inside, such as the narrow half of a latent projection, may be between them.
     """
 
     query: tuple[str, ...] = ()
     key_value: tuple[str, ...] = ()
     ratio: tuple[str, ...] = ()
     reads_config: bool = False
+    per_head: tuple[str, ...] = ()
+    enters: bool = False
 
 
-Style = ColumnParallel | RowParallel | Vocabulary | Experts | FeatureNorm | Replicated | Attention
+Style = ColumnParallel | RowParallel | Vocabulary | Experts | FeatureNorm | PerHead | Replicated | Attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +167,8 @@ class TPPlan:
 
     Args:
         heads: Attention heads of the whole model.
-        table: Styles by module name; `*` stands for one component of it, such as a layer's number.
+        table: Styles by module name; `*` stands for one component of it, such as a layer's number, and `name:Class` for a
+            component that is a module of that class, where layers of several kinds have modules of one name.
     """
 
     heads: Heads
@@ -180,8 +207,20 @@ def regions(found: Mapping[str, Style]) -> list[Region]:
 
 def matching(model: nn.Module, pattern: str) -> list[str]:
     """Return the names of a model's modules that match a pattern of a table."""
-    wanted = pattern.split(".")
-    return [name for name, _ in model.named_modules() if _matches(name.split("."), wanted)]
+    plain, kinds = [], {}
+    for depth, part in enumerate(pattern.split("."), 1):
+        name, _, kind = part.partition(":")
+        plain.append(name)
+        if kind:
+            kinds[depth] = kind
+    found = [name for name, _ in model.named_modules() if _matches(name.split("."), plain)]
+    if not kinds:
+        return found
+    return [name for name in found if all(_class_at(model, name, depth) == kind for depth, kind in kinds.items())]
+
+
+def _class_at(model: nn.Module, name: str, depth: int) -> str:
+    return type(model.get_submodule(".".join(name.split(".")[:depth]))).__name__
 
 
 def inside(parent: str, child: str) -> str:

@@ -1,7 +1,10 @@
-"""Tables of styles for architectures: derived from transformers' own tensor-parallel plan, or written here.
+"""Tables of styles: written here, taken from transformers' own tensor-parallel plan, or derived from the model and proven on a twin.
 
+Tests hold the tables of this module to the dense model over two and four ranks, so that they need no proof of their own before a run.
 Plans of transformers replicate what they cannot shard (Phi-3's fused layers) and leave out the vocabulary; for the
-architectures of `DERIVED` they contain everything else that is needed.
+architectures of `DERIVED` they contain everything else that is needed. The others here are overrides: of layers whose names say
+nothing (GPT-2, GPT-NeoX, OPT, Falcon), of fused weights (Phi-3), and of norms over all heads (OLMo 2, OLMoE), which plans of
+transformers compute whole on each rank. Every other architecture has what `toolkit.tensor_parallel.derive` finds in it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import PlanError
+from toolkit.tensor_parallel.derive import heads_of
 from toolkit.tensor_parallel.linear import is_linear
 from toolkit.tensor_parallel.plan import (
     Attention,
@@ -28,6 +32,8 @@ from toolkit.tensor_parallel.plan import (
     matching,
     pattern_of,
 )
+from toolkit.tensor_parallel.proof import sequence_proof, tensor_proof
+from toolkit.twins.comparison import module_kinds
 
 QUERY = ColumnParallel(parts=("query",))
 KEY_VALUE = ColumnParallel(parts=("key_value",))
@@ -123,25 +129,58 @@ _ROWS: Mapping[str, RowParallel] = {
 }  # fmt: skip
 
 
-def tp_plan_for(model: PreTrainedModel) -> TPPlan:
+def tp_plan_for(model: PreTrainedModel, *, num_ranks: int = 2, sequence_parallel: bool = False) -> TPPlan:
     """Return the table of styles of a model of transformers.
 
+    An architecture without a table of its own gets one that is derived from its modules and proven on a small twin, which takes
+    about a second and is kept for later runs.
+
+    Args:
+        model: Dense model on any device, meta included.
+        num_ranks: Tensor ranks that will share it, by which the proof shares heads.
+        sequence_parallel: Whether they will also share the sequence, which is proven as well.
+
     Raises:
-        PlanError: TP_ARCHITECTURE for an architecture, or a variant of one, without a known table; the message shows what
-            to write for it.
+        PlanError: TP_ARCHITECTURE if no table of it stands its proof, with the module where twin and shards part ways; the
+            message shows what to write for it. TP_SEQUENCE_ARCHITECTURE if only the sequence cannot be shared.
     """
-    config = model.config
     layers = _layers(model)
-    if layers is None:
-        raise _unknown(model)
-    return TPPlan(heads=_heads(config), table={**dict.fromkeys(_vocabulary(model), Vocabulary()), **layers})
+    if layers is not None:
+        return TPPlan(heads=_heads(model.config), table={**dict.fromkeys(_vocabulary(model), Vocabulary()), **layers})
+    kind: Any = type(model)
+    proof = tensor_proof(kind, model.config, num_ranks=num_ranks)
+    if proof.problem:
+        raise _unknown(model, proof.problem)
+    if unlike := sorted({*module_kinds(model)} - {*proof.kinds}):
+        raise _unknown(model, f"its twin has no {unlike[0].replace(':', ', a ')}")
+    if sequence_parallel and (why := sequence_proof(kind, model.config, proof.table, num_ranks=num_ranks)):
+        raise PlanError.of(
+            code="TP_SEQUENCE_ARCHITECTURE",
+            key="parallel.sequence_parallel",
+            message=f"sequence parallelism of {kind.__name__} is not possible: {why}",
+            fix="Set parallel.sequence_parallel to false; in your own script, leave sequence_parallel out",
+        )
+    found = {name: style for name, style in proof.table.items() if matching(model, name)}
+    return TPPlan(heads=heads_of(model.config), table=found)
+
+
+def has_table(config: Any) -> bool:
+    """Return whether the styles of a configuration's model are written here or in transformers, and held by tests."""
+    match config.model_type:
+        case "gpt2":
+            return not config.add_cross_attention
+        case "falcon":  # ALiBi biases are computed for all heads, outside the layers
+            return not config.alibi
+    return config.model_type in (*DERIVED, "gpt_neox", "olmo2", "olmo3", "olmoe", "opt", "phi3")
 
 
 def _layers(model: PreTrainedModel) -> Mapping[str, Style] | None:
     """Return the styles of all modules but the vocabulary; None if they are not known."""
     config = model.config
+    if not has_table(config):
+        return None
     match config.model_type:
-        case "gpt2" if not config.add_cross_attention:
+        case "gpt2":
             return _GPT2
         case "gpt_neox":
             return _GPT_NEOX
@@ -153,11 +192,9 @@ def _layers(model: PreTrainedModel) -> Mapping[str, Style] | None:
             return _OPT
         case "phi3":
             return _PHI3
-        case "falcon" if not config.alibi:  # ALiBi biases are computed for all heads, outside the layers
+        case "falcon":
             return _falcon(interleaved=config.new_decoder_architecture or not config.multi_query)
-        case kind if kind in DERIVED:
-            return _derived(model)
-    return None
+    return _derived(model)
 
 
 def _derived(model: PreTrainedModel) -> Mapping[str, Style] | None:
@@ -209,7 +246,7 @@ def _vocabulary(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if any(module is end for end in ends)]
 
 
-def _unknown(model: PreTrainedModel) -> PlanError:
+def _unknown(model: PreTrainedModel, why: str) -> PlanError:
     """Return the error with a table to complete: the plan of transformers if there is one, else each linear layer."""
     known = {**dict.fromkeys(_vocabulary(model), Vocabulary()), **(_derived(model) or {})}
     lines = [f'"{name}": {style},' for name, style in known.items()]
@@ -218,8 +255,8 @@ def _unknown(model: PreTrainedModel) -> PlanError:
     return PlanError.of(
         code="TP_ARCHITECTURE",
         key="parallel.tensor",
-        message=f"tensor parallelism of {type(model).__name__} (model_type={model.config.model_type}) has not been "
-        "verified",
+        message=f"tensor parallelism of {type(model).__name__} (model_type={model.config.model_type}) could not be "
+        f"proven on a small twin: {why}",
         fix="Set parallel.tensor to 1, or call apply_tensor_parallel with your own plan, whose … are ColumnParallel, "
         "RowParallel or "
         "Replicated: TPPlan(heads=Heads(query=…, key_value=…), table={\n    " + "\n    ".join(lines) + "\n})",

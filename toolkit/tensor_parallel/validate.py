@@ -13,10 +13,12 @@ from toolkit.errors import Problem
 from toolkit.introspect import tied_groups
 from toolkit.tensor_parallel.linear import input_features, is_linear, output_features
 from toolkit.tensor_parallel.plan import (
+    Attention,
     ColumnParallel,
     Experts,
     FeatureNorm,
     Heads,
+    PerHead,
     RowParallel,
     Style,
     TPPlan,
@@ -131,7 +133,8 @@ def _module_problems(module: nn.Module, pattern: str, style: Style, heads: Heads
             yield from _width_problems(pattern, width, num_ranks)
     elif isinstance(style, Experts):
         weight = module.get_parameter("down_proj")
-        yield from _width_problems(pattern, weight.shape[2], num_ranks, multiple=_KERNEL_BYTES // weight.element_size())
+        inner = weight.shape[1 if style.transposed else 2]
+        yield from _width_problems(pattern, inner, num_ranks, multiple=_KERNEL_BYTES // weight.element_size())
 
 
 def _width_problems(pattern: str, width: int, num_ranks: int, *, multiple: int = 1) -> Iterator[Problem]:
@@ -164,8 +167,12 @@ def _fits(module: nn.Module, style: Style) -> bool:
         case FeatureNorm():
             return hasattr(module, "variance_epsilon") and list(module._parameters) == ["weight"]
         case Experts():
-            shapes = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
-            return all(tensor is not None and tensor.dim() == 3 for tensor in shapes) and len(module._parameters) == 2
+            names = {name for name, weight in module._parameters.items() if weight is not None}
+            up = "gate_up_proj" if "gate_up_proj" in names else "up_proj"
+            known = {up, "down_proj", "gate_proj", f"{up}_bias", "down_proj_bias"}
+            return {up, "down_proj"} <= names <= known and module.get_parameter("down_proj").dim() == 3
+        case PerHead():
+            return any(weight is not None for weight in module._parameters.values())
     return True
 
 
@@ -195,8 +202,11 @@ def _neighbour_problems(model: nn.Module, found: Mapping[str, Style]) -> Iterato
 
 def _whole_beside(model: nn.Module, parent: str, found: Mapping[str, Style]) -> Iterator[str]:
     """Yield a module's own parameters, and its children with parameters that are not in the table at any depth."""
-    module = model.get_submodule(parent)
-    yield from module._parameters
+    module, style = model.get_submodule(parent), found.get(parent)
+    if not (isinstance(style, Attention) and style.enters):
+        yield from (
+            name for name in module._parameters if not isinstance(style, Attention) or name not in style.per_head
+        )
     for child, inner in module.named_children():
         name = inside(parent, child)
         known = any(styled == name or styled.startswith(f"{name}.") for styled in found)

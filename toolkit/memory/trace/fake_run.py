@@ -97,7 +97,11 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
         try:
             empty, pruned = _construct_pruned(spec, config, part, all_layers=all_layers)
             empty.tie_weights()
-            num_replicas = 1 if tp_group is None else max(1, spec.tensor // tp_plan_for(empty).heads.key_value)
+            num_replicas = (
+                1
+                if tp_group is None
+                else max(1, spec.tensor // tp_plan_for(empty, num_ranks=spec.tensor).heads.key_value)
+            )
             shard_model(empty, spec, tp_group=tp_group, part=pruned.part)
             if spec.quantized:
                 quantize_linears(empty)

@@ -24,6 +24,7 @@ from toolkit.memory.trace.spec import TraceSpec
 from toolkit.memory.trace.stage_layers import Pruned, choose
 from toolkit.modeling.architecture import import_architecture, model_config
 from toolkit.modeling.checkpointing import recomputing
+from toolkit.modeling.proofs import prove_splits
 from toolkit.pipeline_parallel import StageSpec
 from toolkit.planning.plan import Plan
 
@@ -77,6 +78,7 @@ def _config(plan: Plan) -> PreTrainedConfig:
         if isinstance(error, SpecError) and error.codes == ("MODEL_CONFIG_INVALID",):
             raise
         raise unknown_architecture(error, plan.model.name, trust_remote_code=trusted) from error
+    prove_splits(config, tensor=plan.grid.tp, pipeline=plan.grid.pp, trust_remote_code=trusted)
     return config
 
 

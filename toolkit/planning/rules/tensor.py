@@ -1,4 +1,4 @@
-"""What tensor parallelism needs: sizes that divide, architectures with known styles, and features tested with it."""
+"""What tensor parallelism needs: sizes that divide, and features tested with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 from toolkit.topology.grid import divisors, join
 
-# Architectures whose styles `toolkit.tensor_parallel.tables` knows.
+# Architectures with a table of styles in `toolkit.tensor_parallel.tables`; those of others are derived, and proven before a run starts.
 TENSOR_MODEL_TYPES = frozenset(
     {
         *("falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral"),
@@ -21,8 +21,8 @@ TENSOR_MODEL_TYPES = frozenset(
 # Architectures whose queries, keys and values are one matrix.
 FUSED_MODEL_TYPES = frozenset({"falcon", "gpt2", "gpt_neox", "phi3"})
 
-# Linear layers of the attention in mixtures of experts.
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+# Linear layers of the attention in mixtures of experts, with latent projections too.
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 # Multiple of tokens to which rows are padded (`toolkit.data.packing.ROUND_TO`).
 PADDED_TO = 8
@@ -35,12 +35,13 @@ def whole_heads(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require that each rank owns whole query heads, and that each key head is on equally many ranks."""
     size, model = draft.job.parallel.tensor, draft.model
     query, key_value = model.num_attention_heads, model.num_key_value_heads
-    if size == 1 or not _is_known(draft):
+    if size == 1 or not query:
         return
     valid = [n for n in divisors(query) if key_value % n == 0 or n % key_value == 0]
     if model.model_type in FUSED_MODEL_TYPES:
         valid = [n for n in valid if key_value % n == 0]
-    name, width, multiple = _inner_width(draft)
+    # Of others the proof before the start shows which modules ranks share.
+    name, width, multiple = _inner_width(draft) if _is_known(draft) else ("", 0, 1)
     valid = [n for n in valid if width % n == 0 and width // n % multiple == 0]
     if size in valid:
         return
@@ -74,19 +75,6 @@ def _inner_width(draft: UncheckedPlan) -> tuple[str, int, int]:
     width = Fields(model.config).expert_width
     # toolkit.tensor_parallel.validate: 16 bytes, for torch.nn.functional.grouped_mm.
     return name, width, 4 if draft.settings.dtype == "fp32" else 8
-
-
-def known_styles(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Require an architecture whose tensor-parallel styles are known and tested."""
-    if draft.job.parallel.tensor > 1 and not _is_known(draft):
-        yield Problem(
-            code="TP_ARCHITECTURE",
-            key=_KEY,
-            message=f"tensor={draft.job.parallel.tensor} with model_type={draft.model.model_type}: tensor parallelism "
-            "has not been verified for this architecture",
-            fix=f"{_ALONE} and let parallel.zero_stage=3 shard the parameters, or call apply_tensor_parallel in a "
-            f"script with your own plan; supported are {', '.join(sorted(TENSOR_MODEL_TYPES))}",
-        )
 
 
 def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
@@ -191,7 +179,6 @@ def _refused(key: str, value: str, why: str, instead: str) -> Problem:
 
 RULES = (
     whole_heads,
-    known_styles,
     proven_together,
     pieces_of_sequences,
     counted_norm,
