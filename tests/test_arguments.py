@@ -49,7 +49,17 @@ WRONG_TRACES = [3, "x", [3], {}]
 Row = tuple[Callable[..., Any], dict[str, Any], dict[str, list[Any]]]
 TABLE: dict[str, Row] = {
     "resolve": (tk.resolve, {}, {"job": NO_JOB}),
-    "emit": (tk.emit, {"plan": PLAN, "out": "out"}, {"plan": NO_PLAN, "out": [*NO_PATH, None], "hosts": NO_LIST}),
+    "emit": (
+        tk.emit,
+        {"plan": PLAN, "out": "out"},
+        {
+            "plan": NO_PLAN,
+            "out": [*NO_PATH, None],
+            "hosts": NO_LIST,
+            "launchers": ["slurm", ["lsf"], 3, None],
+            "options": [3, {}, "x"],
+        },
+    ),
     "estimate": (
         tk.estimate,
         {"job": PLAN},

@@ -7,7 +7,7 @@ A job and its plan, on any machine:
     tk.resolve(job) -> Plan: every value decided and explained; .deepspeed_config(), .accelerate_config(), .training_arguments()
     tk.estimate(plan) -> MemoryReport: fits, required_bytes, plot, to_dataframe
     tk.step_time(plan) -> StepTime: seconds, tokens_per_second, model_flops_utilization, parts, low, high
-    tk.emit(plan, folder): configurations and launch commands
+    tk.emit(plan, folder): configurations and launch commands; launchers=["slurm"] and the like add files for schedulers and clouds
     tk.plan(job) or tk.plan(model=..., tokens=...): which GPUs to rent, and the fastest settings on them
 
 Training, on every rank under any launcher:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from toolkit import pipeline_parallel as pipeline
     from toolkit import tensor_parallel, topology
     from toolkit.artifacts.files import emit
+    from toolkit.artifacts.launchers.options import LaunchOptions
     from toolkit.checkpoint.save import save
     from toolkit.config.job import Cluster, Data, Job, Lora, Model, Parallel, Train
     from toolkit.config.loader import load_job
@@ -71,6 +72,7 @@ _HOMES = {
     "Data": "toolkit.config.job",
     "DataError": "toolkit.errors",
     "Job": "toolkit.config.job",
+    "LaunchOptions": "toolkit.artifacts.launchers.options",
     "Lora": "toolkit.config.job",
     "MemoryReport": "toolkit.memory.report.report",
     "Model": "toolkit.config.job",
@@ -125,6 +127,7 @@ __all__ = [
     "Data",
     "DataError",
     "Job",
+    "LaunchOptions",
     "Lora",
     "MemoryReport",
     "Model",

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from toolkit.artifacts.contents import FILES
+from toolkit.artifacts.launchers.catalogue import LAUNCHER_FILES
 from toolkit.artifacts.files import emit, write_files
 from toolkit.config.job import Job
 from toolkit.errors import PlanError, RunError
@@ -28,7 +29,7 @@ def snapshot(folder):
 
 def test_the_files_of_one_node(tmp_path):
     paths = emit(make_plan(), tmp_path / "a" / "out")
-    assert [path.name for path in paths] == [name for name in FILES if name != "hostfile"]
+    assert [path.name for path in paths] == [name for name in FILES if name not in {"hostfile", *LAUNCHER_FILES}]
     assert all(path.is_file() for path in paths)
     assert os.access(tmp_path / "a/out/commands.sh", os.X_OK)
     assert sorted(snapshot(tmp_path / "a/out")) == sorted(path.name for path in paths), "nothing else is left behind"

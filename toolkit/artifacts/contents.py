@@ -13,6 +13,9 @@ import yaml
 
 from toolkit.artifacts.commands import exports, ways
 from toolkit.artifacts.hosts import check_hosts, hostfile, send_environment
+from toolkit.artifacts.launchers.catalogue import EXECUTABLE_FILES, LAUNCHER_FILES, LauncherName
+from toolkit.artifacts.launchers.checks import check_launchers
+from toolkit.artifacts.launchers.options import LaunchOptions
 from toolkit.artifacts.provenance import provenance
 from toolkit.artifacts.texts import Facts, commands_text, readme_text
 from toolkit.errors import PlanError, Problem
@@ -35,10 +38,11 @@ FILES: dict[str, str] = {
     "accelerate.yaml": "for accelerate launch --config_file",
     "hostfile": "the nodes, for DeepSpeed's launcher",
     "commands.sh": "every way to start the job, with its environment variables",
+    **LAUNCHER_FILES,
     "README.txt": "this overview",
     PROVENANCE: "for each key of each config: value, where it came from, why",
 }
-EXECUTABLE = frozenset({"commands.sh"})
+EXECUTABLE = EXECUTABLE_FILES | {"commands.sh"}
 _OF_CONSUMER: dict[Consumer, tuple[str, str]] = {
     "trainer": ("deepspeed-trainer.json", "training_arguments.json"),
     "accelerate": ("deepspeed-accelerate.json", "accelerate.yaml"),
@@ -60,24 +64,35 @@ class Contents:
     untrainable: tuple[Problem, ...]
 
 
-def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) -> Contents:
+def contents(
+    plan: Plan,
+    folder: Path,
+    *,
+    hosts: Sequence[str] | None = None,
+    launchers: Sequence[LauncherName] = (),
+    options: LaunchOptions | None = None,
+) -> Contents:
     """Return the text of every file.
 
     Args:
         folder: Folder as written in files and commands: relative if the user wrote it so.
         hosts: Names of the nodes, first that of rank 0.
+        launchers: What the plan is started by; each has files of its own.
+        options: What the files of launchers say besides the plan.
 
     Raises:
-        PlanError: EMIT_HOSTS; PLAN_UNREADABLE for a plan that could not be read back.
+        PlanError: EMIT_HOSTS; EMIT_LAUNCHER; EMIT_LAUNCH_OPTION; PLAN_UNREADABLE for a plan that could not be read back.
     """
     check_hosts(plan, hosts)
+    untrainable = tuple(training_problems(plan.job, plan.model))
+    options = options or LaunchOptions()
+    check_launchers(plan, folder, launchers, options, hosts=hosts, untrainable=untrainable)
     texts = {"plan.json": plan.to_json()}
     configs, left_out = _configs(plan, folder, hosts)
     for name, config in configs.items():
         texts[name] = _yaml(config, folder) if name.endswith(".yaml") else json_text(config)
     if hosts:
         texts["hostfile"] = hostfile(plan, hosts)
-    untrainable = tuple(training_problems(plan.job, plan.model))
     facts = Facts(
         plan=plan,
         script=shlex.quote(str(folder / "commands.sh")),
@@ -96,6 +111,11 @@ def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) ->
         ),
     )
     texts["commands.sh"] = commands_text(facts)
+    if launchers:
+        # Not at the top: a template engine takes longer to load than the rest.
+        from toolkit.artifacts.launchers.render import launcher_texts
+
+        texts |= launcher_texts(plan, folder, launchers, options, hosts=hosts)
     names = [name for name in FILES if name in {*texts, "README.txt", PROVENANCE}]
     texts["README.txt"] = readme_text(facts, {name: _meaning(plan, name) for name in names})
     ordered = {name: texts[name] for name in FILES if name in texts}

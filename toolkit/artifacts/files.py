@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from toolkit.arguments import checks_arguments
 from toolkit.artifacts.contents import EXECUTABLE, FILES, PROVENANCE, WRITTEN_BY, contents, digest
+from toolkit.artifacts.launchers.catalogue import LAUNCHER_FILES, LauncherName
+from toolkit.artifacts.launchers.options import LaunchOptions
 from toolkit.errors import PlanError, Problem, RunError, raise_all
 from toolkit.io import made_folder, parse_json
 from toolkit.planning.plan import Plan
@@ -42,31 +44,47 @@ class Emitted:
 
 
 @checks_arguments
-def emit(plan: Plan, out: str | Path, *, hosts: Sequence[str] | None = None) -> tuple[Path, ...]:
+def emit(
+    plan: Plan,
+    out: str | Path,
+    *,
+    hosts: Sequence[str] | None = None,
+    launchers: Sequence[LauncherName] = (),
+    options: LaunchOptions | None = None,
+) -> tuple[Path, ...]:
     """Write every file of a plan.
 
     Args:
         plan: Plan from `resolve`.
         out: Folder; made if absent. Files name each other by it, so a relative one is valid in the current working directory.
         hosts: Names of the nodes, first that of rank 0; only for several nodes.
+        launchers: What the plan is started by besides commands.sh, such as `["slurm"]`; each has files of its own.
+        options: What those files say besides the plan, such as a container image.
 
     Returns:
         The files, in reading order; those of an earlier emit are rewritten or removed.
 
     Raises:
-        PlanError: EMIT_WOULD_OVERWRITE, if a file of the same name is not an earlier emit's; EMIT_HOSTS; PLAN_UNREADABLE.
+        PlanError: EMIT_WOULD_OVERWRITE, if a file of the same name is not an earlier emit's; EMIT_HOSTS; EMIT_LAUNCHER;
+            EMIT_LAUNCH_OPTION; PLAN_UNREADABLE.
         RunError: EMIT_UNWRITABLE, if the folder cannot be written; it is then unchanged.
     """
-    return write_files(plan, out, hosts=hosts).paths
+    return write_files(plan, out, hosts=hosts, launchers=launchers, options=options).paths
 
 
-def write_files(plan: Plan, out: str | Path, *, hosts: Sequence[str] | None = None) -> Emitted:
+def write_files(
+    plan: Plan,
+    out: str | Path,
+    *,
+    hosts: Sequence[str] | None = None,
+    launchers: Sequence[LauncherName] = (),
+    options: LaunchOptions | None = None,
+) -> Emitted:
     """Do what `emit` does, and return the state of each file."""
     folder = Path(out)
-    made = contents(plan, folder, hosts=hosts)
+    made = contents(plan, folder, hosts=hosts, launchers=launchers, options=options)
     try:
-        present = _present(folder)
-        known = _known_digests(present)
+        present, known = _present(folder, made.texts)
         _refuse_foreign(folder, present, known)
         states = _states(made.texts, present, known)
         changed = {name: text for name, text in made.texts.items() if states[name] != "unchanged"}
@@ -95,8 +113,8 @@ def check_folder(folder: Path, *, option: str) -> None:
         RunError: EMIT_UNWRITABLE.
     """
     try:
-        present = _present(folder)
-        _refuse_foreign(folder, present, _known_digests(present), option=option)
+        present, known = _present(folder, ())
+        _refuse_foreign(folder, present, known, option=option)
         with made_folder(folder), tempfile.TemporaryDirectory(prefix=".emit-", dir=folder):
             pass
     except OSError as error:
@@ -108,15 +126,21 @@ def check_folder(folder: Path, *, option: str) -> None:
         ) from error
 
 
-def _present(folder: Path) -> dict[str, str]:
-    """Return the text of every file in the folder that has one of our names."""
+def _present(folder: Path, wanted: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the text of every file in the folder that has one of our names, and the digests of an earlier emit's.
+
+    A file that has the name of a launcher's is the user's where none was written and none is wanted.
+    """
     if not folder.is_dir():
-        return {}
-    return {
+        return {}, {}
+    present = {
         name: (folder / name).read_text(encoding="utf-8", errors="replace")
         for name in FILES
         if (folder / name).exists() or (folder / name).is_symlink()  # a dangling link is the user's too
     }
+    known = _known_digests(present)
+    ours = {name for name in present if name not in LAUNCHER_FILES or name in known or name in wanted}
+    return {name: text for name, text in present.items() if name in ours}, known
 
 
 def _known_digests(present: Mapping[str, str]) -> dict[str, str]:

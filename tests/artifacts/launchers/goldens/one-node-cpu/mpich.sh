@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Starts quickstart-llama on 2 × cpu by MPICH's mpiexec, one process a rank; toolkit finds its ranks in the process manager's variables.
+# Written by `toolkit emit`, which rewrites it: change the job and emit again.
+# Call it from the folder in which `toolkit emit` ran: each node must have that folder, and toolkit, at the same path.
+#
+# Usage: bash out-mpich/mpich.sh [ARGUMENTS of toolkit train]
+#
+# mpiexec kills its ranks at Ctrl-C; SIGUSR2 to the ranks themselves lets them save and end.
+set -euo pipefail
+
+# cores divided among the node's processes: CPU Adam and the data loader use them, while torchrun's default of 1 starves both
+export OMP_NUM_THREADS="${OMP_NUM_THREADS-$(( $(nproc) > 2 ? $(nproc) / 2 : 1 ))}"
+# data loader workers are forked, and tokenizers' thread pool does not survive a fork
+export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM-false}"
+# the last lines of a killed rank reach its log
+export PYTHONUNBUFFERED="${PYTHONUNBUFFERED-1}"
+# a crash in native code prints the Python stack
+export PYTHONFAULTHANDLER="${PYTHONFAULTHANDLER-1}"
+# DeepSpeed would use any GPU it finds (accelerator/real_accelerator.py get_accelerator)
+export DS_ACCELERATOR=cpu
+# a job on CPU neither sees nor uses a GPU
+export CUDA_VISIBLE_DEVICES=''
+export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
+export MASTER_PORT="${MASTER_PORT:-29500}"
+names=MASTER_ADDR,MASTER_PORT
+for name in OMP_NUM_THREADS TOKENIZERS_PARALLELISM PYTHONUNBUFFERED PYTHONFAULTHANDLER DS_ACCELERATOR CUDA_VISIBLE_DEVICES PATH PYTHONPATH LD_LIBRARY_PATH "${!NCCL_@}" "${!HF_@}"; do
+  [ -z "${!name+set}" ] || names+=",$name"
+done
+exec mpiexec -n 2 -ppn 2 -wdir "$PWD" -genvlist "$names" \
+  python -P -m toolkit train out-mpich/plan.json --resume auto "$@"
