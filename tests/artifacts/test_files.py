@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from toolkit.artifacts.contents import FILES
-from toolkit.artifacts.launchers.catalogue import LAUNCHER_FILES
 from toolkit.artifacts.files import emit, write_files
+from toolkit.artifacts.launchers.catalogue import LAUNCHER_FILES
 from toolkit.config.job import Job
 from toolkit.errors import PlanError, RunError
 from toolkit.planning.plan import Plan

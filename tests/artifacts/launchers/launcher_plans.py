@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ ODD = "an 'odd' \"$HOME\" `x` $(y) %n {{z}} #"
 CASES = ("one-node", "two-nodes", "two-nodes-bare", "one-node-cpu", "odd-names")
 
 
+@cache
 def make_plan(case: str) -> Plan:
     cluster: dict[str, Any] = {"gpu": "h100-sxm-80gb", "gpus_per_node": 8}
     if "cpu" in case:
