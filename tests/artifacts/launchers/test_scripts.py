@@ -27,10 +27,12 @@ import os, signal, subprocess, sys
 words = sys.argv[1:]
 options = [words.pop(0) for _ in iter(lambda: words[0].startswith("-"), False)]
 (count,) = [int(option.partition("=")[2]) for option in options if option.startswith("--ntasks=")]
-tasks = [
-    subprocess.Popen(words, env={{**os.environ, "SLURM_NODEID": str(node), "SLURMD_NODENAME": "localhost", "SLURM_PROCID": str(node)}})
-    for node in range(count)
-]
+def environment(node):
+    own = {{"SLURM_NODEID": node, "SLURM_PROCID": node, "SLURM_LOCALID": 0, "SLURM_STEP_NUM_TASKS": count, "SLURMD_NODENAME": "localhost"}}
+    own |= {{"SLURM_NTASKS": count, "SLURM_STEP_TASKS_PER_NODE": f"1(x{{count}})"}}
+    return {{**os.environ, **{{name: str(value) for name, value in own.items()}}}}
+
+tasks = [subprocess.Popen(words, env=environment(node)) for node in range(count)]
 for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
     signal.signal(number, lambda number, frame: [task.send_signal(number) for task in tasks])
 open("step-started", "w").close()

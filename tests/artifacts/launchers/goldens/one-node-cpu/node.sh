@@ -8,4 +8,5 @@ set -euo pipefail
 
 # A scheduler that starts one process a node counts it as a rank, which it is not.
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
+unset NODE_RANK MASTER_ADDR MASTER_PORT
 exec python -P -m toolkit train out-torchrun/plan.json "$@"
