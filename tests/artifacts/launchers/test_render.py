@@ -102,7 +102,7 @@ def test_a_word_in_yaml_is_the_word_that_was_meant(folders):
     pod = read["jobset"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     command = [word.replace("$$", "$") for word in pod["containers"][0]["command"]]  # as the kubelet does
     assert command[3:] == [node_script, "--resume", "auto"]
-    assert pod["containers"][0]["volumeMounts"][1]["mountPath"] == f"/workspace/{ODD} jobset"
+    assert pod["containers"][0]["volumeMounts"][1]["mountPath"] == f"/mnt/toolkit/{ODD} jobset"
     assert shlex.split(read["azureml"]["command"]) == ["bash", f"{ODD} azureml/node.sh", "--resume", "auto"]
     assert shlex.split(read["skypilot"]["run"].splitlines()[-1]) == [
         "exec",

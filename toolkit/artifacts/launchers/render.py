@@ -28,7 +28,7 @@ from toolkit.units import GIB
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-WORK_FOLDER = "/workspace"  # working folder of a run in a container
+WORK_FOLDER = "/mnt/toolkit"  # working folder of a run in a container
 SAVE_SECONDS = 300  # between SLURM's announcement and the end of the time, and between SIGTERM and the kill of a pod
 _CPUS_PER_CARD = 8  # for the data loader, tokenization and CPU Adam of one rank
 _LONGEST_NAME = 40  # of 63 characters of a DNS label, to which Kubernetes appends those of pods

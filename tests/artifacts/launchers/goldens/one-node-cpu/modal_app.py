@@ -16,20 +16,20 @@ import modal
 app = modal.App("my-job")
 image = modal.Image.from_registry("registry.example/image:1")
 image = image.run_commands("pip install 'accelerator-toolkit'")
-image = image.add_local_dir(".", "/workspace", ignore=[".git", ".venv", "runs/my-job"])
+image = image.add_local_dir(".", "/mnt/toolkit", ignore=[".git", ".venv", "runs/my-job"])
 volume = modal.Volume.from_name("runs", create_if_missing=True)
 
 
 @app.function(
     image=image,
     cpu=2,
-    volumes={"/workspace/runs/my-job": volume},
+    volumes={"/mnt/toolkit/runs/my-job": volume},
     timeout=43200,
     retries=modal.Retries(max_retries=10, initial_delay=1.0),
     single_use_containers=True,
 )
 def train() -> None:
-    ranks = subprocess.Popen(["bash", "out-modal/node.sh", "--resume", "auto"], cwd="/workspace")
+    ranks = subprocess.Popen(["bash", "out-modal/node.sh", "--resume", "auto"], cwd="/mnt/toolkit")
     try:
         code = ranks.wait()
     except KeyboardInterrupt:  # Modal takes the machine away in 30 s

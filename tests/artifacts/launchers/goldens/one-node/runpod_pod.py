@@ -3,7 +3,7 @@
 Written by `toolkit emit`, which rewrites it: change the job and emit again. Call it from the folder in which `toolkit emit` ran, with
 RUNPOD_API_KEY in the environment. The pod gets the plan alone: model and data come from the hub, or lie on the network volume.
 
-/workspace is the network volume runs: a new pod with it resumes the run.
+/mnt/toolkit is the network volume runs: a new pod with it resumes the run.
 The pod stops when the run ends.
 """
 
@@ -16,7 +16,7 @@ import runpod
 
 FILES = ("out-runpod/plan.json", "out-runpod/node.sh")
 START = (
-    "mkdir -p /workspace && cd /workspace || exit 1\n"
+    "mkdir -p /mnt/toolkit && cd /mnt/toolkit || exit 1\n"
     "printenv TOOLKIT_FILES | base64 -d | tar -xz\n"
     "pip install 'accelerator-toolkit' || exit 1\n"
     "bash out-runpod/node.sh --resume auto 2>&1 | tee -a train.log\n"
@@ -42,7 +42,7 @@ def create() -> dict:
         gpu_count=8,
         container_disk_in_gb=100,
         network_volume_id="runs",
-        volume_mount_path="/workspace",
+        volume_mount_path="/mnt/toolkit",
         env={"TOOLKIT_FILES": packed(), "TOOLKIT_START": base64.b64encode(START.encode()).decode()},
         # The SDK puts this text between double quotes of a query, as it is.
         docker_args="bash -c 'printenv TOOLKIT_START | base64 -d > /tmp/start.sh && exec bash /tmp/start.sh'",

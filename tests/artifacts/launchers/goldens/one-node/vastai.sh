@@ -13,8 +13,8 @@
 set -euo pipefail
 
 image=registry.example/image:1
-folder=/workspace
-onstart='mkdir -p /workspace && cd /workspace || exit 1
+folder=/mnt/toolkit
+onstart='mkdir -p /mnt/toolkit && cd /mnt/toolkit || exit 1
 (
   until [ -e .uploaded ]; do sleep 5; done
   pip install '"'"'accelerator-toolkit'"'"' || exit 1
@@ -42,7 +42,7 @@ case "$1" in
     ;;
   fetch)
     mkdir -p runs/my-job
-    vastai copy "C.$2:"/workspace/runs/my-job/ "local:"runs/my-job/
+    vastai copy "C.$2:"/mnt/toolkit/runs/my-job/ "local:"runs/my-job/
     ;;
   destroy)
     vastai destroy instance "$2"
