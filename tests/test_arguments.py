@@ -75,6 +75,17 @@ TABLE: dict[str, Row] = {
             "allocator": ["anything", 3, ""],
         },
     ),
+    "migrate": (
+        tk.migrate,
+        {"files": "absent.yaml"},
+        {
+            "files": [3, {}, [3], b"x"],
+            "gpu": NO_TEXT,
+            "gpus_per_node": NO_COUNT,
+            "nodes": NO_COUNT,
+            "model": NO_TEXT,
+        },
+    ),
     "step_time": (
         tk.step_time,
         {"plan": PLAN},

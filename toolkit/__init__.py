@@ -3,6 +3,7 @@
 Each name loads on first use, so `import toolkit as tk` costs no torch import.
 
 A job and its plan, on any machine:
+    tk.migrate("axolotl.yaml").job(): a job from files of other tools, and what became of each of their keys
     tk.load_job("job.yaml"), tk.Job(model=..., cluster=tk.Cluster(...), train=tk.Train(...), data=tk.Data(...))
     tk.resolve(job) -> Plan: every value decided and explained; .deepspeed_config(), .accelerate_config(), .training_arguments()
     tk.estimate(plan) -> MemoryReport: fits, required_bytes, plot, to_dataframe
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from toolkit.memory.estimate import estimate
     from toolkit.memory.module_estimate import estimate_module
     from toolkit.memory.report.report import MemoryReport
+    from toolkit.migration.migrate import Migration, migrate
     from toolkit.modeling.architecture import DTYPES
     from toolkit.modeling.build import apply_plan
     from toolkit.modeling.lora import apply_lora
@@ -75,6 +77,7 @@ _HOMES = {
     "LaunchOptions": "toolkit.artifacts.launchers.options",
     "Lora": "toolkit.config.job",
     "MemoryReport": "toolkit.memory.report.report",
+    "Migration": "toolkit.migration.migrate",
     "Model": "toolkit.config.job",
     "OFFLOAD_PROFILES": "toolkit.planning.offload",
     "Parallel": "toolkit.config.job",
@@ -96,6 +99,7 @@ _HOMES = {
     "load": "toolkit.reshape.load",
     "load_job": "toolkit.config.loader",
     "load_tokenizer": "toolkit.trainer.tokenizer",
+    "migrate": "toolkit.migration.migrate",
     "offload_section": "toolkit.planning.offload",
     "plan": "toolkit.planner.make",
     "prepare": "toolkit.data.prepare",
@@ -130,6 +134,7 @@ __all__ = [
     "LaunchOptions",
     "Lora",
     "MemoryReport",
+    "Migration",
     "Model",
     "Parallel",
     "Plan",
@@ -152,6 +157,7 @@ __all__ = [
     "load",
     "load_job",
     "load_tokenizer",
+    "migrate",
     "offload_section",
     "pipeline",
     "plan",

@@ -25,6 +25,7 @@ from toolkit.errors import INTERRUPTED_EXIT_CODE, RunError, SpecError, ToolkitEr
 COMMANDS = (
     "quickstart",
     "validate",
+    "migrate",
     "data",
     "estimate",
     "plan",
@@ -44,7 +45,7 @@ COMMANDS = (
 
 
 # Commands that start no run and end within seconds.
-BRIEF = frozenset({"validate", "estimate", "plan", "emit", "topology", "schedule", "gpus", "models"})
+BRIEF = frozenset({"validate", "migrate", "estimate", "plan", "emit", "topology", "schedule", "gpus", "models"})
 
 # Base class of typer's errors for a command line; typer exports no name for it, and the click it builds on varies.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]

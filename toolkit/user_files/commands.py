@@ -120,7 +120,7 @@ def _launches(statement: Statement) -> Iterator[Command]:
         yield _of_trl(rest, statement, words[first].line, words[:first])
         return
     options, script = _own_options(rest, launcher)
-    arguments, positional = _arguments(rest[script + 1 :])
+    arguments, positional = arguments_of(rest[script + 1 :])
     yield Command(
         launcher=launcher,
         options=options,
@@ -188,7 +188,7 @@ def _own_options(words: Sequence[Word], launcher: str) -> tuple[tuple[Option, ..
     return tuple(found), at
 
 
-def _arguments(words: Sequence[Word]) -> tuple[tuple[Option, ...], tuple[Word, ...]]:
+def arguments_of(words: Sequence[Word]) -> tuple[tuple[Option, ...], tuple[Word, ...]]:
     found: list[Option] = []
     positional: list[Word] = []
     at = 0
@@ -218,7 +218,7 @@ def _arguments(words: Sequence[Word]) -> tuple[tuple[Option, ...], tuple[Word, .
 
 def _of_trl(words: Sequence[Word], statement: Statement, line: int, prefix: Sequence[Word]) -> Command:
     """Return a command of `trl`: it passes what the method does not know to `accelerate launch`."""
-    arguments, positional = _arguments(words[1:])
+    arguments, positional = arguments_of(words[1:])
     return Command(
         launcher="trl",
         options=(),
