@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -58,6 +59,13 @@ def stalled(world: World) -> None:
 def stopped(world: World) -> None:
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def locked(world: World) -> None:
+    """A regular expression that takes years holds Python's lock."""
+    if world.rank == 1:
+        re.match(r"(a+)+$", "a" * 60 + "b")
     dist.barrier()
 
 
@@ -144,13 +152,14 @@ def test_a_deadlock_in_python_is_named_with_its_place(results):
 
 
 def test_work_that_may_take_any_time_is_not_ended(results):
-    _, told, returned = results["works"]
+    folder, told, returned = results["works"]
     assert told == {}
     assert returned == ["passed", "passed"]
+    assert list((folder / "logs").iterdir()) == []
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("body", [stalled, stopped, slow_step], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [stalled, stopped, slow_step, locked], ids=lambda body: body.__name__)
 def test_other_scenes(body, tmp_path):
     told, returned = ended(body, tmp_path)
     if body is slow_step:
@@ -160,6 +169,13 @@ def test_other_scenes(body, tmp_path):
         assert told.keys() == {0}
         assert "rank 1 has not responded" in told[0]["message"]
         assert "is stopped (SIGSTOP" in told[0]["message"]
+        return
+    if body is locked:
+        assert told.keys() == {0}
+        assert "rank 1 has not responded" in told[0]["message"]
+        assert f"its Python code is at {__file__}:" in told[0]["message"]
+        assert "in locked: a library holds Python's lock" in told[0]["message"]
+        assert "in locked" in (tmp_path / "logs" / "hang-rank-1.txt").read_text()
         return
     assert "in prefetch, which waits for" in told[0]["message"]
     assert "in source" in told[0]["message"]

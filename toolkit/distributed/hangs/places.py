@@ -39,7 +39,7 @@ def main_thread_place() -> str:
 
 def _place(frame: FrameType | None) -> str:
     found = list(_outwards(frame))
-    own = next((one for one in found if not _is_library(one.f_code.co_filename)), found[0] if found else None)
+    own = next((one for one in found if not is_library(one.f_code.co_filename)), found[0] if found else None)
     if own is None:
         return ""
     return f"{own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
@@ -51,7 +51,8 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Return whether a file of Python code is of Python or an installed package other than this one."""
     return not file.startswith(_OWN) and file.startswith(_library_folders())
 
 

@@ -167,9 +167,12 @@ def _silent(rank: int, reports: Mapping[int, Report], seconds: Mapping[int, floa
     said = (
         f": its process {report.pid} on {report.host} {state}" if state else f" (process {report.pid} on {report.host})"
     )
-    return (
-        f"rank {rank} has not responded for at least {seconds[rank]:.0f} s{said}; its last report was of {report.doing}"
+    where = (
+        f", and its Python code is at {report.place}: a library holds Python's lock"
+        if report.place and not state
+        else ""
     )
+    return f"rank {rank} has not responded for at least {seconds[rank]:.0f} s{said}; its last report was of {report.doing}{where}"
 
 
 def _stuck(report: Report) -> str:

@@ -7,7 +7,6 @@ watch. As long as a rank gets on, a report is a write every few seconds, and nob
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import socket
@@ -26,14 +25,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from toolkit.distributed.hangs.places import main_thread_place, process_state
 from toolkit.distributed.hangs.recorder import Recorded, recorded
+from toolkit.distributed.hangs.stacks import Stacks
 from toolkit.distributed.hangs.verdict import Report, Verdict, judge
 from toolkit.distributed.world import World
 from toolkit.errors import RunError
-from toolkit.io import make_folder
 
 # The shares of the allowed time after which a still rank begins to read what the others report, and without a report for which
 # another counts as silent; what is read must be able to show that in time.
 _READS_AFTER, _SILENT_SHARE = 0.25, 0.6
+_STACKS_SHARE = 0.4  # of a rank whose watch is not let in: before it counts as silent
 _LONGEST_PULSE_SECONDS, _LONGEST_PULSE_OF_STILL_SECONDS = 5.0, 1.0
 # A thread that was not run for so many pulses was stopped together with its process: what it saw before says nothing.
 _MISSED_PULSES = 8
@@ -78,6 +78,7 @@ class _Watch:
     def __init__(self, world: World, *, seconds: float, folder: Path, on_hang: OnHang, ends_silent: bool) -> None:
         self._world, self._seconds, self._folder = world, seconds, folder
         self._on_hang, self._ends_silent = on_hang, ends_silent
+        self._stacks = Stacks(folder, world.rank)
         self._store = _own_store(world)
         process = psutil.Process()
         self._report = Report(
@@ -96,8 +97,7 @@ class _Watch:
         ]
 
     def start(self) -> None:
-        with suppress(OSError):
-            self._stack_file(self._world.rank).unlink(missing_ok=True)
+        self._look()
         self._publish(0)  # here, so that a rank that is stopped at once is known
         for thread in self._threads:
             thread.start()
@@ -112,6 +112,7 @@ class _Watch:
             self._over.set()
         for thread in self._threads:
             thread.join(_FAREWELL_SECONDS)
+        self._stacks.close()
         if together and not any(thread.is_alive() for thread in self._threads):
             self._meet("stopped", self._world.size, seconds=_FAREWELL_SECONDS)
 
@@ -133,6 +134,7 @@ class _Watch:
                 self._end(_without_store(self._report, self._reports, unheard))
 
     def _look(self) -> None:
+        self._stacks.put_off(_STACKS_SHARE * self._seconds)
         now, progress = time.monotonic(), self._world.progress
         if now - self._looked_at > _MISSED_PULSES * self._pulse:
             self._moved_at = self._told_at = now
@@ -212,6 +214,9 @@ class _Watch:
         recent = {rank for rank, heard in self._heard_at.items() if rank not in silent and rank not in self._reports}
         if recent:  # they have not reported yet
             return
+        for rank in silent:
+            if rank in self._reports:
+                self._reports[rank] = replace(self._reports[rank], place=self._stacks.place_of_silent(rank))
         verdict = judge(self._reports, silent_seconds=silent, size=self._world.size)
         if verdict is None:
             return
@@ -229,15 +234,18 @@ class _Watch:
             if self._over.is_set():
                 return
             own = self._world.rank
-            self._write_stacks()
+            self._stacks.write(self._report)
             if shared:
                 # With this process the store may end, or the launcher ends the others.
                 self._meet("heard", len(verdict.ends), seconds=3 * _LONGEST_PULSE_OF_STILL_SECONDS)
             error = _error(verdict, seconds=self._seconds, folder=self._folder)
-            code = self._on_hang(error, own == min(verdict.ends, default=own))
+            tells = own == min(verdict.ends, default=own)
+            code = self._on_hang(error, tells)
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError):
                     stream.flush()
+            for rank in verdict.silent if tells else ():
+                self._stacks.keep(rank)
             if self._ends_silent:
                 self._kill(verdict.silent)
             os._exit(code)  # the main thread is inside a library that waits
@@ -252,17 +260,6 @@ class _Watch:
         if self._world.rank == 0:
             time.sleep(5 * _MEET_SECONDS)
 
-    def _write_stacks(self) -> None:
-        with suppress(OSError):
-            make_folder(self._folder)
-            with self._stack_file(self._world.rank).open("w", encoding="utf-8") as file:
-                report = self._report
-                print(f"rank {report.rank}: {report.doing}, no progress for {report.still_seconds:.1f} s", file=file)
-                for operation in report.pending:
-                    print(f"not complete: {operation}", file=file)
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-
     def _kill(self, silent: tuple[int, ...]) -> None:
         """Kill silent ranks of this machine: they do not hear a launcher's SIGTERM, which waits for them."""
         for rank in silent:
@@ -273,9 +270,6 @@ class _Watch:
                 process = psutil.Process(report.pid)
                 if process.create_time() == report.started:
                     process.kill()
-
-    def _stack_file(self, rank: int) -> Path:
-        return self._folder / f"hang-rank-{rank}.txt"
 
 
 def _report_key(rank: int) -> str:
