@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -153,6 +154,15 @@ def test_a_plan_for_gpus_is_refused_where_there_are_none(found: list[dict[str, A
         kind, ((code, message),) = result["no gpu"]
         assert (kind, code) == ("PlanError", "WORLD_NO_GPU")
         assert f"local rank {rank} has no GPU" in message
+
+
+def test_deepspeeds_accelerator_is_the_plans_whatever_a_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed would refuse to start without Intel's torch."""
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    world = init_world(Grid(), backend="gloo", environment={})
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    destroy_world(world)
+    assert os.environ["DS_ACCELERATOR"] == "xpu"
 
 
 @pytest.mark.gloo

@@ -24,6 +24,15 @@ _MAX_MEMORY_GIB = 2048  # the largest card on sale has 288 GB
 _DESCRIBE = (
     'describe the card: cluster.gpu: {name: l20, memory_gib: 44.5, compute_capability: "8.9", bf16_tflops: 119.5}'
 )
+# Names without case, spaces and hyphens, by which users call accelerators that torch's `cuda` device does not stand for.
+_OTHER_ACCELERATORS = {
+    r"tpu|^v[2-6][ep]?(\d+)?$": "a Google TPU",
+    r"apple|metal|^mps$|^m[1-9](pro|max|ultra)?$": "an Apple GPU",
+    r"intel|^xpu|^arc|ponte|^max1\d\d\d": "an Intel GPU (XPU)",
+    r"gaudi|habana|^hpu": "an Intel Gaudi (HPU)",
+    r"ascend|^npu|^910[bc]": "a Huawei Ascend (NPU)",
+    r"trainium|inferentia|^trn\d|^inf\d": "an AWS Trainium or Inferentia (Neuron)",
+}
 PRECISIONS: tuple[GpuPrecision, ...] = ("bf16", "fp16", "fp8", "fp32")
 
 
@@ -171,11 +180,13 @@ def find_gpu(card: str | Card) -> Gpu:
     """Return the card that `cluster.gpu` names (ignoring case, spaces, underscores and hyphens) or describes.
 
     Raises:
-        SpecError: GPU_UNKNOWN, with the closest names; GPU_DESCRIPTION, if a description lacks a required figure;
+        SpecError: GPU_UNKNOWN, with the closest names; ACCELERATOR for one of another maker; GPU_DESCRIPTION, if a description lacks a required figure;
             GPU_FILE, CONFIGS_MISSING.
     """
     # A file is named after its card, so the other cards need not be read.
     paths = {path.stem: path for path in sorted((configs_root() / "hardware").glob("*.yaml"))}
+    if isinstance(card, Card) and (maker := _other_maker(_squash(card.name))) is not None:
+        raise _other_accelerator(card.name, maker)
     if isinstance(card, Card) and not any(_squash(name) == _squash(card.name) for name in paths):
         return describe_gpu(card)
     path = paths[_match(card if isinstance(card, str) else card.name, paths)]
@@ -282,6 +293,8 @@ def _match(name: str, catalogue: Iterable[str], *, key: str = "cluster.gpu", whe
     for known in catalogue:
         if _squash(known) == wanted:
             return known
+    if (maker := _other_maker(wanted)) is not None:
+        raise _other_accelerator(name, maker, key=key, where=where)
     close = _closest(wanted, tuple(catalogue))
     names = ", ".join(close[:-1]) + (" or " if close[1:] else "") + close[-1] if close else ""
     fix = f"Did you mean {names}? `toolkit gpus` lists all" if close else f"Name one of {', '.join(catalogue)}"
@@ -290,6 +303,20 @@ def _match(name: str, catalogue: Iterable[str], *, key: str = "cluster.gpu", whe
         key=key,
         message=f"{where}gpu={name} is not in the GPU catalogue",
         fix=f"{fix}. Or {_DESCRIBE}" if key == "cluster.gpu" else fix,
+    )
+
+
+def _other_maker(squashed: str) -> str | None:
+    """Return whose accelerator a name is, where it is one that the toolkit does not train on."""
+    return next((maker for pattern, maker in _OTHER_ACCELERATORS.items() if re.search(pattern, squashed)), None)
+
+
+def _other_accelerator(name: str, maker: str, *, key: str = "cluster.gpu", where: str = "") -> SpecError:
+    return SpecError.of(
+        code="ACCELERATOR",
+        key=key,
+        message=f"{where}gpu={name} is {maker}: the toolkit plans for and trains on NVIDIA's and AMD's cards, and trains on CPUs",
+        fix="Name one of the cards that `toolkit gpus` lists, or cpu; docs/backends.md has what each accelerator can do",
     )
 
 

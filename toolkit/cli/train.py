@@ -194,6 +194,7 @@ def _train(plan: Plan, call: Call, limits: Limits, *, under_launcher: bool, over
     """Train, export and report, as this machine's launcher or as rank 0 of another; return the exit code."""
     from toolkit.checkpoint.discovery import recover, remove_leftovers
     from toolkit.checkpoint.resume import AUTO, resume_point
+    from toolkit.launch.accelerators import accelerator_warnings
     from toolkit.launch.outcome import RunOutcome
     from toolkit.launch.software import software_warnings
     from toolkit.planning.plan_warnings import plan_warnings
@@ -214,7 +215,7 @@ def _train(plan: Plan, call: Call, limits: Limits, *, under_launcher: bool, over
     check_stop_after(call.stop_after, 0 if point is None else point.state.step)
     if not under_launcher:
         check_start(plan)
-    warn([*plan_warnings(plan), *software_warnings(plan), *space_warnings(plan)])
+    warn([*plan_warnings(plan), *accelerator_warnings(plan), *software_warnings(plan), *space_warnings(plan)])
     warn(call.warnings(plan))
     guard_output(plan, resuming=call.resume is not None, overwrite=overwrite)
     if under_launcher:

@@ -123,6 +123,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool, launched: bool
         PlanError: OUTPUT_EXISTS, OUTPUT_WRITE.
         RunError: LAUNCH_NODES.
     """
+    from toolkit.launch.accelerators import accelerator_warnings
     from toolkit.launch.build_tools import tool_problems
     from toolkit.launch.devices import card_problems
     from toolkit.launch.local import check_machine, check_nodes
@@ -146,7 +147,14 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool, launched: bool
     except RunError as error:
         found += error.problems
     refused = [f"a start on this machine would be refused: {problem}" for problem in dict.fromkeys(found)]
-    return [*refused, *changes, *plan_warnings(plan), *software_warnings(plan), *space_warnings(plan)]
+    return [
+        *refused,
+        *changes,
+        *plan_warnings(plan),
+        *accelerator_warnings(plan),
+        *software_warnings(plan),
+        *space_warnings(plan),
+    ]
 
 
 def check_start(plan: Plan) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def fastest_plan(plan: Plan, job: Path, *, resume: str | None = None) -> Plan:
     """Return the plan with the fastest settings for this machine's cards, and say in one line what was chosen.
 
-    A plan on CPU, one that was read from plan.json, and one for other cards than this machine's stay as they are.
+    A plan on CPU or for AMD's cards, one that was read from plan.json, and one for other cards than this machine's stay as they are.
 
     Args:
         plan: Plan with the fixed defaults.
@@ -29,7 +29,7 @@ def fastest_plan(plan: Plan, job: Path, *, resume: str | None = None) -> Plan:
     from toolkit.launch.devices import card_problems
     from toolkit.planner.own import choose, follow, is_of_same_ranks
 
-    if plan.on_cpu or is_plan_file(job) or any(card_problems(plan)):
+    if plan.gpu.vendor != "nvidia" or is_plan_file(job) or any(card_problems(plan)):
         return plan
     folder, saved = _saved_plan(plan, resume)
     if saved is not None:

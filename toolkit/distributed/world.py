@@ -181,6 +181,8 @@ def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
     """Set the environment variables that torch and DeepSpeed read, if the launcher has not."""
     # deepspeed comm/comm.py and zero/utils.py read them by name; Open MPI, SLURM and a single process set others or none.
     ours = identity.as_environment()
+    # As launches set it: DeepSpeed would use any other accelerator that this variable names, or that it finds.
+    ours["DS_ACCELERATOR"] = "cuda" if backend == "nccl" else "cpu"
     if GLOO_VARIABLE not in os.environ and (interface := interface_of_run(identity)):
         ours[GLOO_VARIABLE] = interface
     for name, value in ours.items():
@@ -191,7 +193,6 @@ def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
             # Read when CUDA starts: the same 8 B run reserves 56 GiB instead of 68.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
         return
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 

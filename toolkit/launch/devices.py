@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toolkit.catalog.gpus import Gpu, load_catalogue
 from toolkit.errors import Problem
+from toolkit.launch.accelerators import amd_problems, unsupported
 from toolkit.planning.plan import Plan
 
 # One of them exists wherever an NVIDIA GPU can be used: on Linux, under WSL, on Tegra.
@@ -29,11 +30,14 @@ def too_few_cards(plan: Plan, environment: Mapping[str, str] | None = None) -> I
     """Yield a problem if this machine has fewer GPUs than a plan has ranks; nothing without a driver to ask."""
     if plan.on_cpu:
         return
+    if plan.gpu.vendor == "amd":
+        yield from amd_problems(plan, environment=environment)
+        return
     found = visible_cards(environment)
     if found is not None:
         yield from fewer_cards(plan.job.cluster.gpus_per_node, len(found))
-    elif plan.gpu.vendor == "nvidia" and not any(Path(device).exists() for device in _DEVICES):
-        yield _no_driver(plan)
+    elif not any(Path(device).exists() for device in _DEVICES):
+        yield unsupported(plan)
 
 
 def fewer_cards(wanted: int, num_cards: int) -> Iterator[Problem]:
@@ -52,9 +56,12 @@ def card_problems(plan: Plan, environment: Mapping[str, str] | None = None) -> I
     """Yield how this machine's GPUs differ from those of a plan: none, too few, or other models."""
     if plan.on_cpu:
         return
+    if plan.gpu.vendor == "amd":
+        yield from amd_problems(plan, environment=environment)
+        return
     found = visible_cards(environment, described=plan.gpu if plan.gpu.described else None)
     if found is None:
-        yield _no_driver(plan)
+        yield unsupported(plan)
         return
     yield from fewer_cards(plan.job.cluster.gpus_per_node, len(found))
     others = sorted({name or "a GPU that is not in the catalogue" for name in found} - {plan.gpu.name})
@@ -65,15 +72,6 @@ def card_problems(plan: Plan, environment: Mapping[str, str] | None = None) -> I
             message=f"gpu={plan.gpu.name}, but this machine has {', '.join(others)}",
             fix="Set cluster.gpu to the card that the job runs on, for which it was planned and estimated",
         )
-
-
-def _no_driver(plan: Plan) -> Problem:
-    return Problem(
-        code="LAUNCH_CARDS",
-        key="cluster.gpu",
-        message=f"gpu={plan.gpu.name}, but this machine has no NVIDIA driver",
-        fix="Start on a machine with the cards of the job, or set cluster.gpu to cpu for processes over gloo",
-    )
 
 
 def visible_cards(

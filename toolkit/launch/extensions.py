@@ -51,12 +51,16 @@ class Installed:
     Args:
         torch: First two numbers of its version.
         cuda: The CUDA that torch was built with, such as 13.0; None for a build without CUDA.
+        hip: The same of ROCm's HIP.
+        xpu: The same of Intel's SYCL compiler.
         prebuilt: Extensions compiled when DeepSpeed was installed (DS_BUILD_OPS).
         prebuilt_for: Accelerator that these were built for.
     """
 
     torch: tuple[int, int]
     cuda: str | None
+    hip: str | None = None
+    xpu: str | None = None
     prebuilt: frozenset[str] = frozenset()
     prebuilt_for: str = ""
 
@@ -70,6 +74,8 @@ def installed_libraries() -> Installed:
     return Installed(
         torch=(int(major), int(minor)),
         cuda=torch.get("cuda"),
+        hip=torch.get("hip"),
+        xpu=torch.get("xpu"),
         prebuilt=frozenset(name for name, is_there in built.items() if is_there),
         prebuilt_for=deepspeed.get("accelerator_name", ""),
     )
