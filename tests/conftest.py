@@ -48,6 +48,7 @@ LONGEST = (
         "memory/kernels/test_compiled",
         "planner/test_answer",
         "modeling/test_lean_imports",
+        "cli/test_elastic",
     ),
 )
 

@@ -39,6 +39,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
+import machines
 import psutil
 from ranks import AT_START, preloaded, without_compilation
 
@@ -188,6 +189,7 @@ def _become(request: Any, *, client: str, path: list[str], streams: list[int], c
     """Turns this fork of the server into the Python process that was asked for, and runs it to its end."""
     argv, environment, folder, limits, ignored, umask, client_pid = request
     os.setsid()
+    machines.enter(environment)
     # Whoever kills the client closes the other end of the connection, and the kernel then kills this process.
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, _F_SETSIG, signal.SIGKILL)

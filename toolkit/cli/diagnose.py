@@ -100,11 +100,13 @@ def check_placement(placement: Placement, *, gpu: str | Card | None, timeout_sec
     """
     from toolkit.catalog.gpus import find_gpu
     from toolkit.launch.identity import rank_from_environment
+    from toolkit.launch.interfaces import gloo_environment
 
     backend: Backend | None = None if gpu is None else find_gpu(gpu).backend
     identity = rank_from_environment(os.environ)
     if identity is not None:
-        os.environ.update(identity.as_environment())  # the ranks' store is found by torch's names alone
+        # The ranks' store is found by torch's names alone.
+        os.environ.update(identity.as_environment() | gloo_environment(identity, os.environ))
         return _as_rank(placement, identity, backend=backend, timeout_seconds=timeout_seconds, as_json=as_json)
     return _as_launcher(placement, backend=backend, timeout_seconds=timeout_seconds, as_json=as_json)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from toolkit.cli.output import say
+from toolkit.cli.output import say, warn
 from toolkit.errors import OUT_OF_TIME_EXIT_CODE, PlanError
 
 if TYPE_CHECKING:
     from toolkit.planning.plan import Plan
 
+# torch 2.13 distributed/elastic/rendezvous/dynamic_rendezvous.py next_rendezvous: without it, the first node keeps the address of
+# the ranks' store that it made for an earlier round, and tells it to nobody who joins after that.
+_OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # torch 2.13 distributed/elastic/agent/server/local_elastic_agent.py _start_workers
 _RESTARTS, _MOST_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 
@@ -48,6 +51,12 @@ def elastic_plan(plan: Plan) -> Plan:
             message=f"{started}, and gpus_per_node={cluster.gpus_per_node}: an elastic run has a changing number of whole nodes",
             fix=f"Start it with `torchrun --nnodes 1:{cluster.nodes} --nproc-per-node {cluster.gpus_per_node} --max-restarts 3 "
             "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m toolkit train JOB --elastic`, or leave out --elastic",
+        )
+    if identity.rank == 0 and os.environ.get(_OWN_STORES) != "1":
+        warn(
+            [
+                f"a node that joins later will not find the others unless {_OWN_STORES}=1 is set for torchrun on each node"
+            ]
         )
     nodes = identity.world_size // per_node
     if nodes == cluster.nodes:

@@ -17,6 +17,7 @@ from toolkit.errors import OUT_OF_TIME_EXIT_CODE, PlanError, Problem, RunError, 
 from toolkit.launch.devices import visible_cards
 from toolkit.launch.environment import PLAN_VARIABLE, Backend, explain_environment, python_module
 from toolkit.launch.identity import WorkerIdentity
+from toolkit.launch.interfaces import gloo_environment
 from toolkit.launch.local import LOGS, check_nodes, launch_local, launch_ranks
 from toolkit.launch.outcome import RunOutcome
 from toolkit.launch.output_lock import hold_output
@@ -117,6 +118,7 @@ def become_rank(plan: Plan, argv: Sequence[str], identity: WorkerIdentity) -> No
         cpu_threads=None,
     )
     ours = {name: setting.value for name, setting in settings.items()} | identity.as_environment()
+    ours |= gloo_environment(identity, os.environ)
     if identity.rank == 0:
         say(identity.describe())
     sys.stdout.flush()

@@ -16,12 +16,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from toolkit.distributed.deepspeed_private import reset_groups, skip_shared_memory_build
 from toolkit.distributed.device import rank_device
+from toolkit.distributed.nodes import NodeName, announce_node, read_nodes
 from toolkit.distributed.process_groups import forget_groups, join_group
 from toolkit.distributed.progress import Progress
 from toolkit.errors import PlanError, RunError, ToolkitError
 from toolkit.launch.environment import ALLOCATOR
 from toolkit.launch.identity import WorkerIdentity, rank_from_environment
-from toolkit.launch.interfaces import GLOO_VARIABLE, interface_of_run
+from toolkit.launch.interfaces import gloo_environment
 from toolkit.topology.grid import Coordinate, Grid
 
 # Collectives time out after this long. Long enough for the first step to compile kernels and for a
@@ -46,6 +47,7 @@ class World:
         tp_group: Group of ranks that shard each layer and see the same data; None without tensor parallelism.
         owns_groups: Whether `init_world` joined the process groups, so that `destroy_world` leaves them.
         progress: What this rank does, for a watch over all of them.
+        nodes: The machines by name, if there are several.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class World:
     tp_group: dist.ProcessGroup | None
     owns_groups: bool
     progress: Progress = field(default_factory=Progress, repr=False, compare=False)
+    nodes: tuple[NodeName, ...] = ()
 
     @property
     def is_main(self) -> bool:
@@ -143,9 +146,10 @@ def init_world(
         _prepare_messages()
     device = rank_device(backend, local_rank)
     owns_groups = not dist.is_initialized()
+    nodes: tuple[NodeName, ...] = ()
     if owns_groups:
         reset_groups()
-        _initialize(backend, identity, timeout=timeout, device=device)
+        nodes = _initialize(backend, identity, timeout=timeout, device=device)
     _tell_deepspeed(backend)
     coordinate = grid.coordinate(rank)
     return World(
@@ -157,6 +161,7 @@ def init_world(
         dp_group=join_group(grid, rank, "dp"),
         tp_group=join_group(grid, rank, "tp") if grid.tp > 1 else None,
         owns_groups=owns_groups,
+        nodes=nodes,
     )
 
 
@@ -180,11 +185,9 @@ def destroy_world(world: World) -> None:
 def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
     """Set the environment variables that torch and DeepSpeed read, if the launcher has not."""
     # deepspeed comm/comm.py and zero/utils.py read them by name; Open MPI, SLURM and a single process set others or none.
-    ours = identity.as_environment()
+    ours = identity.as_environment() | gloo_environment(identity, os.environ)
     # As launches set it: DeepSpeed would use any other accelerator that this variable names, or that it finds.
     ours["DS_ACCELERATOR"] = "cuda" if backend == "nccl" else "cpu"
-    if GLOO_VARIABLE not in os.environ and (interface := interface_of_run(identity)):
-        ours[GLOO_VARIABLE] = interface
     for name, value in ours.items():
         _variables_before.setdefault(name, os.environ.get(name))
         os.environ[name] = value
@@ -208,15 +211,21 @@ def _prepare_messages() -> None:
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
-def _initialize(backend: str, identity: WorkerIdentity, *, timeout: timedelta, device: torch.device) -> None:
+def _initialize(
+    backend: str, identity: WorkerIdentity, *, timeout: timedelta, device: torch.device
+) -> tuple[NodeName, ...]:
+    """Join the group of all ranks, and return the machines that they are on."""
+    store = _own_store(identity, timeout=timeout)
+    announce_node(store, identity)
     dist.init_process_group(
         backend,
-        store=_own_store(identity, timeout=timeout),
+        store=store,
         rank=identity.rank,
         world_size=identity.world_size,
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
+    return read_nodes(store, identity)
 
 
 def _tell_deepspeed(backend: str) -> None:

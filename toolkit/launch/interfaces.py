@@ -13,6 +13,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import time
+from collections.abc import Mapping
 
 import psutil
 
@@ -20,27 +21,39 @@ from toolkit.errors import RunError
 from toolkit.launch.identity import WorkerIdentity
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
-_RESOLVE_SECONDS = 10.0  # a name service of a cluster that has just started may need some time
+RESOLVE_SECONDS = 10.0  # a name service of a cluster that has just started may need some time
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # no such host (RFC 5737, RFC 3849): only the default route leads there
 
 
-def interface_of_run(identity: WorkerIdentity, *, seconds: float = _RESOLVE_SECONDS) -> str | None:
-    """Return the interface that leads to rank 0 of a run of several nodes; None on one node, or if none is found.
+def gloo_environment(
+    identity: WorkerIdentity, base: Mapping[str, str], *, seconds: float = RESOLVE_SECONDS
+) -> dict[str, str]:
+    """Return GLOO_SOCKET_IFNAME for a rank of a run of several nodes; nothing on one node, or where the user has set it.
 
     Args:
         identity: This rank.
+        base: The rank's environment.
         seconds: Time for the host of rank 0 to become resolvable.
 
     Raises:
         RunError: MASTER_ADDR, if its host cannot be resolved, or is another machine than rank 0's.
     """
     if not identity.spans_nodes or identity.master_addr is None:
-        return None
-    address = _resolved(identity.master_addr, seconds=seconds)
+        return {}
+    name = interface_towards(identity.master_addr, seconds=seconds)
     if identity.rank == 0 and "OMPI_MCA_orte_hnp_uri" in identity.variables:
         _check_is_here(identity.master_addr)
-    source = _source_address(address)
-    if source is None or (source.is_loopback and not _is_loopback_by_intent(identity.master_addr)):
+    return {} if name is None or GLOO_VARIABLE in base else {GLOO_VARIABLE: name}
+
+
+def interface_towards(host: str, *, seconds: float = RESOLVE_SECONDS) -> str | None:
+    """Return the interface that leads to rank 0, or by which others reach this machine if that is here; None if none is found.
+
+    Raises:
+        RunError: MASTER_ADDR, if the host cannot be resolved.
+    """
+    source = _source_address(_resolved(host, seconds=seconds))
+    if source is None or (source.is_loopback and not _is_loopback_by_intent(host)):
         # On rank 0's own machine its name may be 127.0.1.1: what others reach it by is another address of it.
         return _outward_interface()
     return _interface_with(source)

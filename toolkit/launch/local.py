@@ -9,6 +9,7 @@ from pathlib import Path
 from toolkit.errors import RunError, raise_all
 from toolkit.launch.devices import too_few_cards
 from toolkit.launch.environment import Backend, worker_environment
+from toolkit.launch.interfaces import GLOO_VARIABLE, interface_towards
 from toolkit.launch.nvme import check_nvme, nvme_folder_of
 from toolkit.launch.outcome import RunOutcome, rank_name
 from toolkit.launch.place import Node
@@ -94,10 +95,14 @@ def launch_ranks(
         name_of: Function that names a rank in messages.
 
     Raises:
-        RunError: WORKER_START, LOG_DIR.
+        RunError: WORKER_START, LOG_DIR, MASTER_ADDR.
     """
     first, num_nodes = (0, 1) if node is None else (node.node * num_ranks, node.num_nodes)
     address = ("127.0.0.1", port or free_port()) if node is None else (node.master_addr, node.master_port)
+    network = (
+        {} if node is None or GLOO_VARIABLE in os.environ else {GLOO_VARIABLE: interface_towards(node.master_addr)}
+    )
+    extra = {name: value for name, value in network.items() if value} | dict(extra_environment or {})
 
     def environment(rank: int) -> dict[str, str]:
         made = worker_environment(
@@ -111,7 +116,7 @@ def launch_ranks(
             backend=backend,
             cpu_threads=None,
         )
-        return made | dict(extra_environment or {})
+        return made | extra
 
     return supervise(
         argv,

@@ -18,6 +18,7 @@ from toolkit.checkpoint.resume import AUTO, ResumePoint, set_aside, skip_damaged
 from toolkit.config.user_code import imported
 from toolkit.distributed.hangs.watch import watching
 from toolkit.distributed.heartbeat import run_with_heartbeat
+from toolkit.distributed.nodes import naming_lost_nodes
 from toolkit.distributed.world import DEFAULT_TIMEOUT, World, destroy_world, init_world
 from toolkit.engine.extensions import build_extensions
 from toolkit.engine.initialize import initialize, locate_weights
@@ -120,6 +121,7 @@ def train_within(
             stack.enter_context(
                 watching(world, minutes=minutes, folder=logs, on_hang=told, ends_silent=log_dir is None)
             )
+            stack.enter_context(naming_lost_nodes(world.nodes))
             if reporter is None:
                 own: Reporter = Terminal() if world.is_main else Silent()
                 reporter = stack.enter_context(own)

@@ -1,0 +1,145 @@
+"""`toolkit train` on two machines by torchrun: found by their names, one of them lost, and gone on without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from machines import Machine, two_machines, why_none
+from quick_python import quick_python
+from ranks import QUICK
+from train_jobs import curve, hears_interrupts, records, run_toolkit, wait_for_step, write_inputs, write_job
+
+pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none())
+PORT = 29400
+SAME_BATCH = ("--set", "train.gradient_accumulation_steps=4", "--no-export")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def nodes(tmp_path) -> Iterator[tuple[Machine, Machine]]:
+    with two_machines(tmp_path) as made:
+        yield made
+
+
+# By default they wait 30 s for further nodes once one is there, and take one for lost after 15 s of silence.
+QUICKLY = "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
+PATIENTLY = "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=15,join_timeout=60"
+
+
+def torchrun(
+    root: Path, node: Machine, *arguments: object, sizes: tuple[str, ...], real: bool = False
+) -> subprocess.Popen[str]:
+    """`toolkit ARGUMENTS` under torchrun, one rank a node; its ranks are forked, and it is itself unless `real`."""
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"node0:{PORT}", "--rdzv-id", "two", "--nproc-per-node", "1"]
+    run = ["-m", "torch.distributed.run", *sizes, *where, "-m", "toolkit", *map(str, arguments)]
+    return subprocess.Popen(
+        node.command([sys.executable, *run]) if real else [str(quick_python()), *run],
+        cwd=root,
+        env={
+            **os.environ,
+            **QUICK,
+            **node.environment(),
+            "PYTHON_EXEC": str(quick_python()),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=hears_interrupts,
+    )
+
+
+def job_for_two(root: Path, name: str, *, steps: int) -> Path:
+    return write_job(
+        root,
+        name,
+        cluster={"nodes": 2, "gpus_per_node": 1},
+        train={"max_steps": steps, "save_steps": 4, "save_total_limit": 2},
+    )
+
+
+def test_a_run_goes_on_without_a_node_that_is_lost(root, nodes):
+    """Its ranks are found by their nodes' names over their own network; the lost one is named; the global batch stays."""
+    job = job_for_two(root, "elastic", steps=24)
+    sizes = ("--nnodes", "1:2", "--max-restarts", "2", QUICKLY)
+    first, second = (torchrun(root, node, "train", job, "--elastic", "--no-export", sizes=sizes) for node in nodes)
+    wait_for_step(root / "elastic", 9, first)
+    nodes[1].power_off()
+    shown, _ = first.communicate(timeout=100)
+    second.communicate(timeout=10)
+    assert first.returncode == 0, shown
+    assert second.returncode != 0
+    assert "the connection to node1 (rank 1) at 10.77.0.2 broke" in shown
+    assert "[NODE_LOST]" in shown
+    assert (
+        "1 of 2 nodes are there; the global batch is kept: 8 = 2 micro × 2 accumulation × 2 data-parallel ranks"
+        in shown
+    )
+    assert "rank 0 of 1" in shown
+    found = records(root / "elastic")
+    assert sorted(curve(root / "elastic")) == list(range(1, 25))
+    assert all(record["epoch"] == pytest.approx(record["step"] * 8 / 239) for record in found if "loss" in record)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_other_node_ends_and_names_the_lost_one(root, nodes, lost):
+    """Node 0 has the ranks' store and the rendezvous of the agents."""
+    name = f"lost-{lost}"
+    job, other = job_for_two(root, name, steps=5000), 1 - lost
+    sizes = ("--nnodes", "2", "--max-restarts", "0")
+    processes = [torchrun(root, node, "train", job, sizes=sizes) for node in nodes]
+    wait_for_step(root / name, 3, processes[0])
+    nodes[lost].power_off()
+    began = time.monotonic()
+    shown, _ = processes[other].communicate(timeout=100)
+    assert time.monotonic() - began < 30
+    processes[lost].communicate(timeout=10)
+    assert processes[other].returncode not in (0, None), shown
+    assert f"the connection to node{lost} (rank {lost}) at 10.77.0.{lost + 1} broke" in shown, shown
+
+
+@pytest.mark.full
+def test_a_node_that_comes_back_takes_part(tmp_path, nodes):
+    """From one node to two and the same losses as on one: without dropout, nothing but the order of additions differs."""
+    root = write_inputs(tmp_path, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    job = job_for_two(root, "back", steps=400)
+    sizes = ("--nnodes", "1:2", "--max-restarts", "3", PATIENTLY)
+    first = torchrun(root, nodes[0], "train", job, "--elastic", "--no-export", sizes=sizes, real=True)
+    wait_for_step(root / "back", 6, first)
+    second = torchrun(root, nodes[1], "train", job, "--elastic", "--no-export", sizes=sizes, real=True)
+    shown, _ = first.communicate(timeout=200)
+    also, _ = second.communicate(timeout=100)
+    assert (first.returncode, second.returncode) == (0, 0), shown + also
+    assert "1 of 2 nodes are there" in shown
+    assert "rank 0 of 2" in shown + also
+    assert sorted(curve(root / "back")) == list(range(1, 401))
+    alone = run_toolkit(
+        root, "train", job_for_two(root, "alone", steps=400), "--stop-after=40", "--set", "cluster.nodes=1", *SAME_BATCH
+    )
+    assert alone.returncode == 0, alone.stderr
+    ours, theirs = curve(root / "back"), curve(root / "alone")
+    for step in range(1, 41):
+        assert ours[step][0] == pytest.approx(theirs[step][0], rel=1e-3), step
+
+
+def test_what_elastic_needs(root):
+    job = job_for_two(root, "alone-elastic", steps=4)
+    done = run_toolkit(root, "train", job, "--elastic")
+    assert done.returncode == 2
+    assert "no launcher started this process" in done.stderr
+    assert "[ELASTIC]" in done.stderr
+    done = run_toolkit(root, "train", job, "--elastic", "--overwrite")
+    assert done.returncode == 2
+    assert "--overwrite would delete" in done.stderr
+    assert not (root / "alone-elastic").exists()

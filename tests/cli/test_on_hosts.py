@@ -1,0 +1,68 @@
+"""`--hosts` and `--hostfile`: what they refuse before anything starts, and what the nodes are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.cli.app import main
+from toolkit.cli.on_hosts import without_options
+
+JOB = "model: quickstart-llama\ncluster: {gpu: cpu, gpus_per_node: 2}\ntrain: {output_dir: runs}\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "script.py").write_text("raise SystemExit('started')")
+    (tmp_path / "hostfile").write_text("a slots=2\nb slots=4\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("launch", "--hosts", "a:2,a:2", "job.yaml", "script.py"), 3, ["names a twice", "[HOSTS]"]),
+        (("launch", "--hostfile", "hostfile", "job.yaml", "script.py"), 3, ["hosts=a:2, b:4 have different numbers"]),
+        (("train", "job.yaml", "--hosts", "a:2,b"), 3, ["hosts=a:2, b:? have different numbers"]),
+        (("train", "job.yaml", "--hostfile", "absent"), 3, ["hostfile=absent cannot be read", "[HOSTS]"]),
+        (("train", "job.yaml", "--hosts", "a", "--hostfile", "hostfile"), 2, ["--hosts"]),
+        (("train", "job.yaml", "--hosts", "a", "--json"), 2, ["--json"]),
+        (("launch", "--hosts", "a:2", "--num-proc", "2", "script.py"), 2, ["--hosts"]),
+        (("launch", "--hosts", "a:2", "job.yaml", "absent.py"), 2, ["absent.py is not a file"]),
+        (("train", "job.yaml", "--hosts", "a:2,b:2", "--set", "parallel.tensor=3"), 2, ["tensor=3"]),
+    ],
+)
+def test_what_is_refused(folder, capsys, arguments, code, words):
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(list(arguments)))
+    shown = "".join(capsys.readouterr())
+    assert ended.value.code == code, shown
+    assert all(word in shown for word in words), shown
+    assert not (folder / "runs").exists()
+
+
+def test_a_rank_does_not_start_all_nodes(folder, capsys, monkeypatch):
+    for name, value in {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        raise SystemExit(main(["train", "job.yaml", "--hosts", "a:2,b:2"]))
+    assert "--hosts starts the ranks of all nodes, and this process is rank 1 of 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--hosts", "a:1", "job.yaml", "--resume", "auto"],
+        ["job.yaml", "--hosts=a:1", "--resume", "auto"],
+        ["job.yaml", "-Ha:1", "--resume", "auto", "--hostfile", "x"],
+    ],
+)
+def test_the_nodes_get_the_command_without_the_hosts(words):
+    assert without_options(words, ("--hosts", "-H", "--hostfile")) == ["job.yaml", "--resume", "auto"]

@@ -1,0 +1,231 @@
+"""`toolkit launch --hosts` on two machines with a network of their own, by an `ssh` that enters the other, and by a real sshd."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from machines import Machine, two_machines, why_none
+from ranks import QUICK
+from train_jobs import curve, hears_interrupts, write_inputs, write_job
+
+from toolkit.launch.hosts import Host
+from toolkit.launch.over_ssh import address_of_first, sent_environment
+
+needs_machines = pytest.mark.skipif(bool(why_none()), reason=why_none())
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin") or ""
+JOB = "model: quickstart-llama\ncluster: {gpu: cpu, gpus_per_node: 1}\ntrain: {output_dir: runs}\n"
+# Rank 0 listens where the others are told to find it: they say hello over the network.
+HELLO = """
+import os, socket, sys, time
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if rank == 0:
+    with socket.create_server(("", place[1])) as server:
+        heard = []
+        while len(heard) < size - 1:
+            with server.accept()[0] as caller:
+                heard.append(caller.recv(99).decode())
+    print("rank 0 on", socket.gethostname(), "heard", *sorted(heard), "secret", os.environ["MY_TOKEN"], sys.argv[1:])
+else:
+    for _ in range(200):
+        try:
+            with socket.create_connection(place, timeout=5) as caller:
+                caller.send(f"{rank}@{socket.gethostname()}:{os.environ['LOCAL_RANK']}".encode())
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+"""
+FAILS = "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(7)\ntime.sleep(300)\n"
+# Ends when asked, as a trainer does after it has saved.
+WAITS = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+pathlib.Path("up-" + os.environ["RANK"]).touch()
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def nodes(tmp_path) -> Iterator[tuple[Machine, Machine]]:
+    with two_machines(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def stand_in(folder: Path, nodes: tuple[Machine, Machine]) -> None:
+    """An `ssh` that enters the machine, instead of asking a server there, and gives the words to its shell as sshd does."""
+    lines = ["#!/bin/sh", 'for word; do before="$host"; host="$command"; command="$word"; done', 'case "$host" in']
+    for node in nodes:
+        lines.append(f'{node.name}) exec {shlex.join(node.command(["sh", "-c"]))} "$command" ;;')
+    lines += ["esac", 'echo "ssh: Could not resolve hostname $host" >&2; exit 255']
+    (folder / "bin").mkdir()
+    (folder / "bin" / "ssh").write_text("\n".join(lines))
+    (folder / "bin" / "ssh").chmod(0o755)
+
+
+def start(
+    folder: Path, node: Machine, script: str, *arguments: str, hosts: str = "node0:2,node1:2"
+) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(script)
+    toolkit = [sys.executable, "-P", "-m", "toolkit", "launch", "--hosts", hosts, "job.yaml", "script.py", *arguments]
+    return subprocess.Popen(
+        node.command(toolkit),
+        cwd=folder,
+        env={**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "MY_TOKEN": "s3cret"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hears_interrupts,
+    )
+
+
+def wait_until(done, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def launcher(node: Machine) -> int:
+    """The process of `toolkit launch` itself, which the shell that entered the machine has become."""
+    for pid in node.processes():
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"--hosts" in words:
+            return pid
+    raise AssertionError("no launcher")
+
+
+def up(folder: Path) -> bool:
+    return len(list(folder.glob("up-*"))) == 4
+
+
+@needs_machines
+def test_ranks_of_two_machines_meet_and_none_is_left_when_the_launcher_is_killed(folder, nodes):
+    stand_in(folder, nodes)
+    process = start(folder, nodes[0], f"{HELLO}\nsys.stdout.flush()\ntime.sleep(300)\n", "--x", "1")
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line == "node0 | rank 0 on node0 heard 1@node0:1 2@node1:0 3@node1:1 secret s3cret ['--x', '1']\n"
+    os.kill(launcher(nodes[0]), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert "starting 4 ranks on node0:2, node1:2; rendezvous at node0:" in err
+    assert "node1 | node 1 of 2, rendezvous at node0:" in err
+    wait_until(lambda: not nodes[0].processes() and not nodes[1].processes(), 30)
+
+
+@needs_machines
+@pytest.mark.full
+def test_the_first_node_to_fail_is_named_and_the_other_ended(folder, nodes):
+    stand_in(folder, nodes)
+    process = start(folder, nodes[0], FAILS)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 3, err
+    assert "node1 | rank 3 failed first, with exit code 7." in err
+    assert "node 1 (node1) failed first, with exit code 3." in err
+    assert "[NODE_FAILED]" in err
+    wait_until(lambda: not nodes[0].processes() and not nodes[1].processes(), 5)
+
+
+@needs_machines
+@pytest.mark.full
+def test_an_interrupt_reaches_all_ranks(folder, nodes):
+    stand_in(folder, nodes)
+    process = start(folder, nodes[0], WAITS)
+    wait_until(lambda: up(folder) or process.poll() is not None)
+    os.kill(launcher(nodes[0]), signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "SIGINT: passed on to 2 nodes" in err
+    wait_until(lambda: not nodes[0].processes() and not nodes[1].processes(), 5)
+
+
+@needs_machines
+@pytest.mark.full
+def test_a_machine_that_is_lost_and_one_that_is_unknown(folder, nodes):
+    stand_in(folder, nodes)
+    process = start(folder, nodes[0], WAITS)
+    wait_until(lambda: up(folder) or process.poll() is not None)
+    nodes[1].power_off()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3, err
+    assert "node 1 (node1) failed first" in err
+    wait_until(lambda: not nodes[0].processes(), 5)
+    process = start(folder, nodes[0], WAITS, hosts="node0:1,node7:1")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3, err
+    assert "node7 | ssh: Could not resolve hostname node7" in err
+    assert "[NODE_SSH]" in err
+
+
+@needs_machines
+@pytest.mark.full
+@pytest.mark.skipif(not SSHD, reason="no sshd (openssh-server) on this machine")
+def test_a_real_sshd(folder, nodes):
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    options = {
+        "HostKey": folder / "host",
+        "AuthorizedKeysFile": folder / "user.pub",
+        "StrictModes": "no",
+        "UsePAM": "no",
+    }
+    server = [SSHD, "-D", "-e", *(word for key, value in options.items() for word in ("-o", f"{key}={value}"))]
+    (folder / "bin").mkdir()
+    known = f"-i {folder / 'user'} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    (folder / "bin" / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} {known} "$@"\n')
+    (folder / "bin" / "ssh").chmod(0o755)
+    with subprocess.Popen(nodes[1].command(server), stderr=subprocess.PIPE, text=True) as listening:
+        assert listening.stderr is not None
+        while "listening on 0.0.0.0" not in (line := listening.stderr.readline()):
+            assert line
+        out, err = start(folder, nodes[0], HELLO).communicate(timeout=100)
+        assert "node0 | rank 0 on node0 heard 1@node0:1 2@node1:0 3@node1:1 secret s3cret []\n" in out, err
+        process = start(folder, nodes[0], WAITS)
+        wait_until(lambda: up(folder) or process.poll() is not None)
+        os.kill(launcher(nodes[0]), signal.SIGKILL)
+        process.communicate(timeout=60)
+        wait_until(lambda: not nodes[0].processes() and len(nodes[1].processes()) == 1, 30)
+        listening.terminate()
+        nodes[1].power_off()
+
+
+@needs_machines
+@pytest.mark.full
+def test_a_whole_training_on_two_machines(folder, nodes):
+    stand_in(folder, nodes)
+    job = write_job(write_inputs(folder), "trained", cluster={"gpus_per_node": 1})
+    toolkit = [sys.executable, "-P", "-m", "toolkit", "train", job, "--hosts", "node0,node1", "--set=train.max_steps=4"]
+    env = {**os.environ, **QUICK, "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(nodes[0].command(toolkit), cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(curve(folder / "trained")) == [1, 2, 3, 4]
+    assert "2 CPU processes" in done.stderr
+    assert (folder / "trained" / "export" / "model.safetensors").exists()
+
+
+def test_what_is_sent_to_other_machines():
+    env = {"HF_TOKEN": "t", "PYTHONPATH": "/x", "NCCL_DEBUG": "INFO", "HOME": "/root", "CUDA_VISIBLE_DEVICES": "3"}
+    env |= {"SLURM_PROCID": "0", "RANK": "3", "SSH_CONNECTION": "x", "XDG_RUNTIME_DIR": "/run/user/0"}
+    assert sent_environment(env) == {"HF_TOKEN": "t", "PYTHONPATH": "/x", "NCCL_DEBUG": "INFO"}
+
+
+def test_the_first_hosts_address():
+    assert address_of_first([Host(name="me@a", slots=1), Host(name="b", slots=1)]) == "a"
+    assert address_of_first([Host(name="localhost", slots=1)]) == "localhost"
+    own = address_of_first([Host(name="localhost", slots=1), Host(name="127.0.0.9", slots=1)])
+    assert own == "127.0.0.1"
