@@ -17,6 +17,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 T = TypeVar("T")
 
 _READ_BYTES = 2**16
+_POLL_SECONDS = 0.005
+# A killed process ends within milliseconds, or, where a call never returns, not at all.
+_ABANDON_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -30,16 +33,29 @@ class Fork(Generic[T]):
     Args:
         work: Function whose value or exception can be pickled; what it changes is lost.
         before: Called in that process first, such as to limit it.
+        with_children: Whether what that process starts ends with it.
     """
 
-    def __init__(self, work: Callable[[], T], *, before: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, work: Callable[[], T], *, before: Callable[[], object] = lambda: None, with_children: bool = False
+    ) -> None:
         self._read_end, write_end = os.pipe()
+        self._with_children = with_children
         parent = os.getpid()
-        self._child = os.fork()
-        if self._child == 0:
-            os.close(self._read_end)
-            _answer(work, write_end, before, parent)
-        os.close(write_end)
+        # Python forgets a Ctrl-C that arrives while it prepares a fork.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._child = os.fork()
+            if self._child == 0:
+                os.close(self._read_end)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                if with_children:
+                    os.setpgrp()
+                _answer(work, write_end, before, parent)
+            os.close(write_end)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def result(self, *, seconds: float = float("inf")) -> T:
         """Return the value of the call or raise its exception; to be called once.
@@ -50,10 +66,11 @@ class Fork(Generic[T]):
         Raises:
             ForkEndedError: The process was killed, or is now because it took too long.
         """
+        content = b""
         try:
             content = _read_all(self._read_end, seconds=seconds)
         finally:
-            self.close()
+            self.close(seconds=float("inf") if content else _ABANDON_SECONDS)
         if not content:
             raise ForkEndedError
         value, error = pickle.loads(content)
@@ -61,20 +78,35 @@ class Fork(Generic[T]):
             raise error
         return value  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        """End the process, whether it has answered or not; does nothing the second time."""
+    def close(self, *, seconds: float = float("inf")) -> None:
+        """End the process, whether it has answered or not; does nothing the second time. `seconds` as of `end_process`."""
         if self._child:
             os.close(self._read_end)
-            end_process(self._child)
+            if self._with_children:
+                with suppress(
+                    ProcessLookupError, PermissionError
+                ):  # it has not made its group yet, or has ended with it
+                    os.killpg(self._child, signal.SIGKILL)
+            end_process(self._child, seconds=seconds)
             self._child = 0
 
 
-def end_process(child: int) -> None:
-    """End a forked process if it still runs, and leave nothing of it."""
+def end_process(child: int, *, seconds: float = float("inf")) -> None:
+    """End a forked process if it still runs, and leave nothing of it.
+
+    Args:
+        child: Process.
+        seconds: How long to wait for its end: in the middle of a call to a dead file server it has none, and is left to the system.
+    """
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
+    deadline = time.monotonic() + seconds
     with suppress(ChildProcessError):
-        os.waitpid(child, 0)
+        if seconds == float("inf"):
+            os.waitpid(child, 0)
+            return
+        while os.waitpid(child, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
 
 def end_with(parent: int) -> None:
@@ -126,7 +158,6 @@ def _answer(work: Callable[[], Any], write_end: int, before: Callable[[], object
     """Call the function in this process, write what comes of it, and end, without the clean-up of the parent."""
     try:
         end_with(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
         before()
         content = pickled_call(work)
         with os.fdopen(write_end, "wb") as pipe:

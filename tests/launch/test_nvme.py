@@ -43,7 +43,7 @@ def _codes(plan: Plan) -> tuple[str, ...]:
 
 @pytest.fixture
 def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme, "_may_lock", lambda: True)
+    monkeypatch.setattr(nvme, "may_lock", lambda: True)
 
 
 @pytest.mark.usefixtures("unlimited")
@@ -98,7 +98,7 @@ def test_memory_that_may_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     plan = _plan(tmp_path)
     share = -(-(plan.model.num_parameters or 0) // 2)
     assert locked_bytes(plan) == 4 * 4 * share + 5 * 4 * share
-    monkeypatch.setattr(nvme, "_may_lock", lambda: False)
+    monkeypatch.setattr(nvme, "may_lock", lambda: False)
     for limit, codes in ((locked_bytes(plan) - 1, ("NVME_MEMLOCK",)), (resource.RLIM_INFINITY, ())):
         monkeypatch.setattr(nvme.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         assert _codes(plan) == codes

@@ -38,6 +38,7 @@ COMMANDS = (
     "export",
     "topology",
     "schedule",
+    "doctor",
     "diagnose",
     "gpus",
     "models",

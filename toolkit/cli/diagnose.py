@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,7 +75,7 @@ def diagnose(
 
     JSON keys: grid (pp, dp, tp), world_size, num_nodes, gpus_per_node, ranks (rank, node, local_rank, coordinate),
     groups (by kind: size, num_groups, inside_node, max_nodes, ranks), check: passed, backend, operations,
-    kinds (by kind: passed, seconds, bus_gb_per_second, which is null on CPU), waiting (of ranks that hang: kind, operation,
+    kinds (by kind: passed, seconds, bus_gb_per_second, which is null on CPU), clock_skew_seconds between machines, waiting (of ranks that hang: kind, operation,
     group, waiting, missing), problems.
     """
     sizes = Sizes(pp=pp, dp=dp, tp=tp, nodes=nodes, gpus_per_node=gpus_per_node)
@@ -84,7 +85,14 @@ def diagnose(
     raise typer.Exit(check_placement(placement, gpu=gpu, timeout_seconds=timeout, as_json=as_json))
 
 
-def check_placement(placement: Placement, *, gpu: str | Card | None, timeout_seconds: float, as_json: bool) -> int:
+def check_placement(
+    placement: Placement,
+    *,
+    gpu: str | Card | None,
+    timeout_seconds: float,
+    as_json: bool,
+    deliver: Callable[[Placement, dict[str, Any]], None] | None = None,
+) -> int:
     """Check every group of a placement, print the result and return the exit code.
 
     Args:
@@ -92,6 +100,7 @@ def check_placement(placement: Placement, *, gpu: str | Card | None, timeout_sec
         gpu: The job's cluster.gpu; None uses cards if there is one per rank, else CPU.
         timeout_seconds: Seconds within which some rank must make progress.
         as_json: Whether to print JSON.
+        deliver: Takes the result in place of printing it.
 
     Raises:
         RunError: LAUNCH_NODES, LAUNCH_CARDS, LAUNCH_ENV, WORKER_START.
@@ -103,15 +112,23 @@ def check_placement(placement: Placement, *, gpu: str | Card | None, timeout_sec
     from toolkit.launch.interfaces import gloo_environment
 
     backend: Backend | None = None if gpu is None else find_gpu(gpu).backend
+    deliver = deliver or partial(show, as_json=as_json)
     identity = rank_from_environment(os.environ)
     if identity is not None:
         # The ranks' store is found by torch's names alone.
         os.environ.update(identity.as_environment() | gloo_environment(identity, os.environ))
-        return _as_rank(placement, identity, backend=backend, timeout_seconds=timeout_seconds, as_json=as_json)
-    return _as_launcher(placement, backend=backend, timeout_seconds=timeout_seconds, as_json=as_json)
+        return _as_rank(placement, identity, backend=backend, timeout_seconds=timeout_seconds, deliver=deliver)
+    return _as_launcher(placement, backend=backend, timeout_seconds=timeout_seconds, as_json=as_json, deliver=deliver)
 
 
-def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_seconds: float, as_json: bool) -> int:
+def _as_launcher(
+    placement: Placement,
+    *,
+    backend: Backend | None,
+    timeout_seconds: float,
+    as_json: bool,
+    deliver: Callable[[Placement, dict[str, Any]], None],
+) -> int:
     """Run all ranks on this machine."""
     from toolkit.cli.launching import print_failure
     from toolkit.launch.environment import python_module
@@ -142,7 +159,7 @@ def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_secon
             print_problems(outcome.failure.problems, as_json=True)
         return outcome.exit_code
     shutil.rmtree(folder)
-    show(placement, result, as_json=as_json)
+    deliver(placement, result)
     return outcome.exit_code or (0 if result["passed"] else CheckError.exit_code)
 
 
@@ -152,7 +169,7 @@ def _as_rank(
     *,
     backend: Backend | None,
     timeout_seconds: float,
-    as_json: bool,
+    deliver: Callable[[Placement, dict[str, Any]], None],
 ) -> int:
     """Run as one rank of torchrun, `deepspeed`, `accelerate launch` or `toolkit launch`."""
     from toolkit.distributed.diagnose.check import check_groups
@@ -160,7 +177,7 @@ def _as_rank(
 
     def on_hang(error: ToolkitError, waits: Sequence[Wait]) -> None:
         if identity.rank == 0:
-            show(placement, hang_to_dict(backend, error, tuple(waits)), as_json=as_json)
+            deliver(placement, hang_to_dict(backend, error, tuple(waits)))
 
     report = check_groups(
         placement.grid, identity=identity, backend=backend, timeout_seconds=timeout_seconds, on_hang=on_hang
@@ -170,7 +187,7 @@ def _as_rank(
     if backend is None and report.backend == "gloo":
         say("not every rank has a GPU: checked on CPU")
     result = report_to_dict(report)
-    show(placement, result, as_json=as_json)
+    deliver(placement, result)
     return 0 if result["passed"] else CheckError.exit_code
 
 

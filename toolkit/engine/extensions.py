@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from toolkit.distributed.deepspeed_private import load_extension
+from toolkit.distributed.extension_build import reason_of
 from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.distributed.world import World
 from toolkit.errors import Problem, RunError
@@ -19,8 +19,6 @@ from toolkit.launch.extensions import Extension, Machine, extensions_of
 from toolkit.planning.plan import Plan
 
 logger = logging.getLogger(__name__)
-
-_LONGEST_REASON = 300
 
 
 def build_extensions(plan: Plan, world: World, *, may_replace: bool = True) -> Plan:
@@ -94,23 +92,12 @@ def _failures(plan: Plan) -> list[_Failure]:
     return found
 
 
-def reason_of(error: BaseException) -> str:
-    """Return the line of a failed build that says why: the first that a compiler calls an error, else the last.
-
-    >>> reason_of(RuntimeError("Error building extension 'fused_adam': [1/2] c++ -c a.cpp\\na.cpp:1:1: fatal error: b.h: No such file"))
-    'a.cpp:1:1: fatal error: b.h: No such file'
-    """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    told = [line for line in lines if re.search(r"\berror\s*:|: cannot find|No space left", line)]
-    return (told or lines[-1:])[0][:_LONGEST_REASON]
-
-
 def _problem(extension: Extension, why: str) -> Problem:
     return Problem(
         code="BUILD_FAILED",
         key=extension.key,
         message=f"{extension.wanted} loads DeepSpeed's {extension.title}, whose compilation failed: {why}",
-        fix="Run `toolkit doctor --build` for the whole output"
+        fix="Run `toolkit doctor --build`, which says how it is repaired"
         + (f", or {extension.instead}" if extension.instead else ""),
         source="deepspeed ops/op_builder/builder.py OpBuilder.jit_load",
     )

@@ -7,11 +7,11 @@ existence: the process that created it keeps it open, and deletes it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from toolkit.errors import Problem
-from toolkit.launch.extensions import Machine
+from toolkit.launch.extensions import Extension, Machine
 from toolkit.planning.deepspeed_config import Consumer
 from toolkit.planning.plan import Plan
 
@@ -64,9 +64,14 @@ def stale_locks(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machine 
         torch 2.13 utils/file_baton.py FileBaton; torch 2.14 utils/cpp_extension.py _jit_compile, _filelock.py.
     """
     machine = machine or Machine()
+    yield from stale_locks_of(machine.compiles(plan, consumer), machine)
+
+
+def stale_locks_of(extensions: Iterable[Extension], machine: Machine) -> Iterator[Path]:
+    """Yield each stale lock of some extensions."""
     if machine.installed.torch >= FIRST_FLOCK:
         return
-    locks = [machine.folder(extension) / "lock" for extension in machine.compiles(plan, consumer)]
+    locks = [machine.folder(extension) / "lock" for extension in extensions]
     suspects = {lock: identity for lock in locks if (identity := _ownerless(lock)) is not None}
     if suspects:
         time.sleep(_SETTLE_SECONDS)

@@ -132,7 +132,12 @@ def build_settings(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machi
         machine: Machine to run on; this one when left out.
     """
     machine = machine or Machine()
-    extensions, environment = machine.compiles(plan, consumer), machine.environment
+    return settings_of(machine.compiles(plan, consumer), machine, capability=plan.gpu.known_capability)
+
+
+def settings_of(extensions: Sequence[Extension], machine: Machine, *, capability: str | None) -> dict[str, Setting]:
+    """Return what `build_settings` does, for extensions and the compute capability of a card, if it is known."""
+    environment = machine.environment
     found = {}
     ninja = _packaged_ninja() if extensions and _which("ninja", environment) is None else None
     if ninja is not None:
@@ -154,7 +159,7 @@ def build_settings(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machi
         found["CUDA_HOME"] = Setting(home, reason)
     written = environment.get(_ARCH_LIST, "").strip()
     if written and any(extension.by_nvcc for extension in extensions):
-        readable = readable_architectures(written, plan.gpu.known_capability)
+        readable = readable_architectures(written, capability)
         if readable != written:
             goal = readable or "the cards of this machine"
             found[_ARCH_LIST] = Setting(
@@ -222,8 +227,10 @@ def _links_libaio(environment: Mapping[str, str]) -> bool:
     program = "void io_submit(void); int main(void) { io_submit(); return 0; }"
     command = [*compiler, "-x", "c", "-", *flags, "-laio", "-o", os.devnull]
     try:
-        done = subprocess.run(command, env=dict(environment), input=program, text=True, capture_output=True)
-    except OSError:
+        done = subprocess.run(
+            command, env=dict(environment), input=program, text=True, capture_output=True, timeout=_TOOL_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
 

@@ -142,7 +142,7 @@ def _space_problems(plan: Plan, folder: Path) -> Iterator[Problem]:
 def _lock_problems(plan: Plan) -> Iterator[Problem]:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     needed = locked_bytes(plan)
-    if limit == resource.RLIM_INFINITY or needed <= limit or _may_lock():
+    if limit == resource.RLIM_INFINITY or needed <= limit or may_lock():
         return
     yield _problem(
         code="NVME_MEMLOCK",
@@ -153,7 +153,7 @@ def _lock_problems(plan: Plan) -> Iterator[Problem]:
     )
 
 
-def _may_lock() -> bool:
+def may_lock() -> bool:
     """Return whether this process may lock memory beyond the limit, as root may outside containers."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")

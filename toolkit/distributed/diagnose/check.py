@@ -52,12 +52,16 @@ class KindReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The result of the check; `problems` are the GROUP_RESULT problems of all ranks."""
+    """The result of the check; `problems` are the GROUP_RESULT problems of all ranks.
+
+    Between the clocks of the ranks' machines there are `clock_skew_seconds`, to some milliseconds.
+    """
 
     backend: Backend
     kinds: tuple[KindReport, ...]
     operations: tuple[str, ...]
     problems: tuple[Problem, ...]
+    clock_skew_seconds: float
 
 
 def check_groups(
@@ -108,10 +112,17 @@ def check_groups(
             )
         own = {kind: _prove_kind(grid, kind, identity.rank, device, board, operations) for kind in kinds_of(grid)}
         with board.inside(_REPORT):
-            reports = board.gather(own)
+            board.agree("clocks", True)  # all ranks go on from here within milliseconds
+            clock = time.time()
+            gathered = board.gather({"kinds": own, "clock": clock})
         with board.inside(_LEAVE):  # after all operations, and while rank 0 keeps the store
             dist.destroy_process_group()
-    return _merge(backend, operations, reports) if identity.rank == 0 else None
+    if identity.rank != 0:
+        return None
+    clocks = [each["clock"] for each in gathered]
+    return _merge(
+        backend, operations, [each["kinds"] for each in gathered], clock_skew_seconds=max(clocks) - min(clocks)
+    )
 
 
 def kinds_of(grid: Grid) -> tuple[str, ...]:
@@ -219,7 +230,11 @@ def _second_connection(store: Any) -> Store:
 
 
 def _merge(
-    backend: Backend, operations: Sequence[Operation], reports: Sequence[Mapping[str, Mapping[str, Any]]]
+    backend: Backend,
+    operations: Sequence[Operation],
+    reports: Sequence[Mapping[str, Mapping[str, Any]]],
+    *,
+    clock_skew_seconds: float,
 ) -> CheckReport:
     """Merge the ranks' reports; times are those of the slowest."""
     kinds = []
@@ -235,4 +250,5 @@ def _merge(
         kinds=tuple(kinds),
         operations=(_JOIN, *(operation.name for operation in operations)),
         problems=tuple(problems),
+        clock_skew_seconds=clock_skew_seconds,
     )

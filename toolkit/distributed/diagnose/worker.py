@@ -67,6 +67,7 @@ def report_to_dict(report: CheckReport) -> dict[str, Any]:
         "kinds": {
             kind.kind: {name: value for name, value in asdict(kind).items() if name != "kind"} for kind in report.kinds
         },
+        "clock_skew_seconds": report.clock_skew_seconds,
         "waiting": [],
         "problems": [problem.as_dict() for problem in report.problems],
     }
@@ -79,6 +80,7 @@ def hang_to_dict(backend: str | None, error: ToolkitError, waits: tuple[Wait, ..
         "backend": backend,
         "operations": [],
         "kinds": {},
+        "clock_skew_seconds": None,
         "waiting": [wait.as_dict() for wait in waits],
         "problems": [problem.as_dict() for problem in error.problems],
     }
