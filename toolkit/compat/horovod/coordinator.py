@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import secrets
+import selectors
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-from toolkit.compat.horovod.messages import Request, Response
+from toolkit.compat.horovod.messages import Response
 from toolkit.compat.horovod.negotiation import Negotiation
+from toolkit.compat.horovod.wire import LEAVE, Book
 
-LEAVE = "leave"
 # Horovod's defaults: docs/tensor-fusion.rst and horovod/common/operations.cc.
 _FUSION_BYTES = 128 * 2**20
 _CYCLE_SECONDS = 0.001
 _STALL_WARN_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
+# How long ranks have to connect, and a connection to say who it is.
+_JOIN_SECONDS = 300.0
+_ANSWER_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +88,12 @@ class Coordinator:
     def __init__(self, size: int, *, pace: Pace, on_this_host: bool) -> None:
         self._negotiation = Negotiation(size, fusion_bytes=pace.fusion_bytes)
         self._pace = pace
+        self._book = Book()
         self._key = secrets.token_bytes(32)
         self._own, near = Pipe()
-        self._ranks: dict[Connection, int] = {near: 0}
+        self._ranks: dict[int, Connection] = {0: near}
         self._size = size
+        self._next_look = 0.0
         self._server = None if size == 1 else _listen(on_this_host=on_this_host)
         self._thread = threading.Thread(target=self._run, name="horovod-coordinator", daemon=True)
 
@@ -108,63 +113,84 @@ class Coordinator:
 
     def _run(self) -> None:
         if self._server is not None:
-            with self._server as server:
-                while len(self._ranks) < self._size:
-                    self._accept(server)
-        last = 0.0
-        while not self._negotiation.all_left:
-            self._receive(wait(list(self._ranks), timeout=_LOOK_SECONDS))
-            ready = self._negotiation.take_ready()
-            if ready and (early := self._pace.cycle_seconds - (time.monotonic() - last)) > 0:
-                time.sleep(early)
-                # What has come meanwhile joins this round.
-                self._receive(wait(list(self._ranks), timeout=0))
-            self._send(ready + self._negotiation.take_ready())
-            last = time.monotonic()
-            for line in self._negotiation.stalled(
-                warn_seconds=self._pace.warn_seconds, fail_seconds=self._pace.fail_seconds
-            ):
-                print(line, file=sys.stderr, flush=True)
+            self._accept_all(self._server)
+        with selectors.DefaultSelector() as selector:
+            for rank, connection in self._ranks.items():
+                selector.register(connection, selectors.EVENT_READ, rank)
+            last = 0.0
+            while not self._negotiation.all_left:
+                self._receive(selector, timeout=_LOOK_SECONDS)
+                ready = self._negotiation.take_ready()
+                if ready and (early := self._pace.cycle_seconds - (time.monotonic() - last)) > 0:
+                    time.sleep(early)
+                    # What has come meanwhile joins this round.
+                    while self._receive(selector, timeout=0):
+                        pass
+                    ready += self._negotiation.take_ready()
+                if ready:
+                    self._send(ready)
+                    last = time.monotonic()
+                self._look_for_stalls()
 
-    def _accept(self, server: socket.socket) -> None:
-        connection = _framed(server.accept()[0])
-        try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            rank = connection.recv()
-        except Exception:  # a stranger's connection
-            connection.close()
-            return
-        self._ranks[connection] = rank
+    def _accept_all(self, server: socket.socket) -> None:
+        """Accept the ranks; those that do not come in time have left."""
+        server.settimeout(_JOIN_SECONDS)
+        with server, contextlib.suppress(TimeoutError):
+            while len(self._ranks) < self._size:
+                link = server.accept()[0]
+                _limit_reads(link, _ANSWER_SECONDS)
+                connection = _framed(link)
+                try:
+                    deliver_challenge(connection, self._key)
+                    answer_challenge(connection, self._key)
+                    self._ranks[connection.recv()] = connection
+                except Exception:  # a stranger's connection
+                    connection.close()
+        for rank in range(self._size):
+            if rank not in self._ranks:
+                self._negotiation.leave(rank)
+            elif rank:
+                link = socket.socket(fileno=os.dup(self._ranks[rank].fileno()))
+                with link:
+                    _limit_reads(link, 0)
 
-    def _receive(self, speaking: Iterable[object]) -> None:
-        for connection in speaking:
-            assert isinstance(connection, Connection)
-            rank = self._ranks[connection]
+    def _receive(self, selector: selectors.BaseSelector, *, timeout: float) -> bool:
+        """Read one message of each rank that has sent some; return whether any has."""
+        events = selector.select(timeout)
+        for key, _ in events:
+            rank = key.data
+            connection = self._ranks[rank]
             try:
-                while True:
-                    message = connection.recv()
-                    if message == LEAVE:
-                        with contextlib.suppress(OSError):
-                            connection.send(LEAVE)
-                        raise EOFError
-                    assert isinstance(message, Request)
-                    self._negotiation.submit(rank, message)
-                    if not connection.poll():
-                        break
+                request = self._book.unpack_request(connection.recv_bytes())
+                if request is None:
+                    with contextlib.suppress(OSError):
+                        connection.send(LEAVE)
+                    raise EOFError
+                self._negotiation.submit(rank, request)
             except (OSError, EOFError):
-                del self._ranks[connection]
+                selector.unregister(connection)
+                del self._ranks[rank]
                 connection.close()
                 self._negotiation.leave(rank)
+        return bool(events)
 
     def _send(self, ready: list[tuple[tuple[int, ...], Response]]) -> None:
-        by_rank = {rank: connection for connection, rank in self._ranks.items()}
         for ranks, response in ready:
-            message = pickle.dumps(response)
+            message = self._book.pack_response(response)
             for rank in ranks:
-                if rank in by_rank:
+                if rank in self._ranks:
                     with contextlib.suppress(OSError):  # its end is noticed where it is read
-                        by_rank[rank].send_bytes(message)
+                        self._ranks[rank].send_bytes(message)
+
+    def _look_for_stalls(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        for line in self._negotiation.stalled(
+            warn_seconds=self._pace.warn_seconds, fail_seconds=self._pace.fail_seconds
+        ):
+            print(line, file=sys.stderr, flush=True)
 
 
 def connect(host: str, address: tuple[int, bytes], rank: int) -> Connection:
@@ -189,3 +215,8 @@ def _framed(link: socket.socket) -> Connection:
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setblocking(True)
     return Connection(link.detach())
+
+
+def _limit_reads(link: socket.socket, seconds: int) -> None:
+    """Let reads of a connection fail after so long; 0 for never."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))

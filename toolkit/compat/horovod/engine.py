@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from toolkit.compat.horovod import collectives
 from toolkit.compat.horovod.collectives import Place
-from toolkit.compat.horovod.coordinator import LEAVE
 from toolkit.compat.horovod.errors import HorovodInternalError, HorovodOrderError
 from toolkit.compat.horovod.messages import Request, Response
+from toolkit.compat.horovod.wire import LEAVE, Book
 from toolkit.errors import Problem, first_line
 
 _LEAVE_SECONDS = 5.0
@@ -95,6 +95,7 @@ class Engine:
     ) -> None:
         self.rank = rank
         self._connection = connection
+        self._book = Book()
         self._places = {0: Place(group=group, ranks=tuple(range(size)), rank=rank)}
         self._device = device
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -150,7 +151,7 @@ class Engine:
         try:
             # Not under the other lock: where the coordinator is slow to read, this rank must still take what it sends.
             with self._sending:
-                self._connection.send(request)
+                self._connection.send_bytes(self._book.pack_request(request))
         except OSError:
             with self._lock:
                 self._pending.pop(key, None)
@@ -177,8 +178,8 @@ class Engine:
         if self._device is not None:
             torch.cuda.set_device(self._device)
         try:
-            while (message := self._connection.recv()) != LEAVE:
-                self._do(message)
+            while (response := self._book.unpack_response(self._connection.recv_bytes())) is not None:
+                self._do(response)
         except (OSError, EOFError, pickle.UnpicklingError):
             pass
         with self._lock:

@@ -127,6 +127,8 @@ class Negotiation:
     def _settle(self, key: tuple[int, str]) -> None:
         """Move an operation to those that can be done, or that fail, if all its ranks have called it, joined or left."""
         waiting = self._waiting[key]
+        if not self._left and len(waiting.requests) + len(self._joined) < len(self._members(key[0])):
+            return  # the usual case, at once
         first = waiting.requests[min(waiting.requests)]
         members = self._sets[0] if first.kind in ("add_process_set", "remove_process_set") else self._members(key[0])
         called = tuple(rank for rank in members if rank in waiting.requests)
@@ -193,6 +195,8 @@ def _disagreement(requests: dict[int, Request]) -> Problem | None:
     first = requests[first_rank]
     for rank in sorted(requests):
         other = requests[rank]
+        if other is first or other == first:
+            continue
         for what, ours, theirs in _compared(first, other):
             if ours != theirs:
                 return Problem(

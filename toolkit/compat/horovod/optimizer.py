@@ -27,6 +27,12 @@ from toolkit.compat.horovod.submission import synchronize
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
+# Parameters of up to so many bytes are sent with others: each operation takes a tenth of a millisecond of Python. Larger ones
+# take longer to send than to negotiate, and are on their way while backward goes on.
+_SMALL_BYTES = 2**20
+_GROUP_BYTES = 4 * 2**20
+_GROUP_SIZE = 64
+
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
@@ -50,7 +56,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         op: Average or Sum.
         gradient_predivide_factor: Part of the average's division that is done before the sum.
         num_groups: Older name of `groups`.
-        groups: Number of groups of parameters that are sent as one, or the groups themselves.
+        groups: Number of groups of parameters that are sent as one, or the groups themselves. When left out, small parameters
+            are sent together.
         sparse_as_dense: Whether sparse gradients are made dense instead of gathered.
         process_set: Ranks that reduce; on others the optimizer is an ordinary one.
 
@@ -72,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         factors=(1 / factor, factor),
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
-        groups=_groups(optimizer, num_groups if groups is None else groups),
+        groups=_groups(optimizer, groups if groups is not None else num_groups or None),
     )
     wrapped._reducer.watch(optimizer.param_groups)
     return wrapped
@@ -130,8 +137,10 @@ def _names(optimizer: torch.optim.Optimizer, named: NamedParameters | None) -> d
 
 
 def _groups(
-    optimizer: torch.optim.Optimizer, groups: int | Sequence[Sequence[torch.Tensor]]
+    optimizer: torch.optim.Optimizer, groups: int | Sequence[Sequence[torch.Tensor]] | None
 ) -> list[list[torch.Tensor]]:
+    if groups is None:
+        return _small_ones(optimizer)
     if not isinstance(groups, int):
         return [list(group) for group in groups]
     if groups < 0:
@@ -139,6 +148,23 @@ def _groups(
     every = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
     groups = min(groups, len(every))
     return [list(every[index * len(every) // groups : (index + 1) * len(every) // groups]) for index in range(groups)]
+
+
+def _small_ones(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
+    """Group small parameters, from the last to the first as backward reaches them, by type and device."""
+    if isinstance(optimizer, torch.optim.SparseAdam):  # takes no dense gradients, as those of a group are
+        return []
+    full: list[list[torch.Tensor]] = []
+    filling: dict[Any, list[torch.Tensor]] = {}
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+    for parameter in reversed(every):
+        if parameter.nbytes > _SMALL_BYTES:
+            continue
+        group = filling.setdefault((parameter.dtype, parameter.device), [])
+        group.append(parameter)
+        if len(group) == _GROUP_SIZE or sum(one.nbytes for one in group) > _GROUP_BYTES:
+            full.append(filling.pop((parameter.dtype, parameter.device)))
+    return [*full, *filling.values()]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -200,7 +226,8 @@ class _Reducer:
         for index, parameter in enumerate(every):
             if not parameter.requires_grad or parameter in self._buckets:
                 continue
-            members = [one for one in self._groups.get(parameter, [parameter]) if one.requires_grad]
+            group = self._groups.get(parameter, [parameter])
+            members = [one for one in group if one.requires_grad and one not in self._buckets]
             bucket = _Bucket(name=f"gradient.{self._names.get(parameter, index)}", parameters=members)
             for member in members:
                 self._buckets[member] = bucket
