@@ -54,3 +54,12 @@ def test_a_function_that_is_not_built_is_named():
         with pytest.raises(AttributeError, match=r"hvd.start_timeline is a part .*torch.profiler.*HOROVOD_NOT_BUILT"):
             module.start_timeline("file")
         assert not hasattr(module, "nothing")
+
+
+def test_names_of_the_packages():
+    package = importlib.import_module("horovod")
+    assert package.__version__ == "0.28.1"
+    assert package.torch.mpi_ops.allreduce is hvd.allreduce
+    with pytest.raises(AttributeError, match=r"horovod.run is a part .*HOROVOD_NOT_BUILT"):
+        package.run  # noqa: B018
+    assert not hasattr(package.torch, "_private")

@@ -34,19 +34,19 @@ def on_card(rank: int) -> None:
     assert (sent.tolist(), received.tolist()) == (list(range(size)), [1] * size)
     assert hvd.allreduce(torch.tensor(rank)).item() == (size - 1) // 2, "tensors of the host go by gloo"
     assert hvd.broadcast_object("told", 0) == "told"
-    for net, data in ((torch.nn.Linear(4, 1).cuda(), torch.randn(8, 4, device="cuda")),):
-        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.Adam(net.parameters()), net.named_parameters(), compression=hvd.Compression.fp16
-        )
-        for _ in range(3 - (rank == size - 1 and size > 1)):
-            optimizer.zero_grad()
-            net(data).square().mean().backward()
-            optimizer.step()
-        hvd.join()
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        norm = hvd.SyncBatchNorm(4).cuda()
-        norm(data).sum().backward()
+    net, data = torch.nn.Linear(4, 1).cuda(), torch.randn(8, 4, device="cuda")
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(net.parameters()), net.named_parameters(), compression=hvd.Compression.fp16
+    )
+    for _ in range(3 - (rank == size - 1 and size > 1)):
+        optimizer.zero_grad()
+        net(data).square().mean().backward()
+        optimizer.step()
+    hvd.join()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    norm = hvd.SyncBatchNorm(4).cuda()
+    norm(data).sum().backward()
     hvd.shutdown()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,15 @@ import torch
 from quick_python import quick_python
 from torch.utils.data.distributed import DistributedSampler
 
+from toolkit.compat.horovod.__main__ import main
+
 SCRIPT = Path(__file__).with_name("mnist.py")
 EPOCHS, BATCH, RANKS = 2, 8, 2
 pytestmark = pytest.mark.gloo
 
 
 def launch(folder, *arguments):
-    command = [quick_python(), "-m", "toolkit", "launch", "--num-proc", str(RANKS), "--cpu", "--horovod", *arguments]
+    command = [quick_python(), "-m", "toolkit", "launch", "--horovod", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
 
 
@@ -51,7 +52,9 @@ def dense_losses() -> list[float]:
 
 
 def test_a_script_runs_unchanged_and_trains_as_one_process_does(tmp_path):
-    done = launch(tmp_path, str(SCRIPT), "--epochs", str(EPOCHS), "--out", "losses.json")
+    done = launch(
+        tmp_path, "--num-proc", str(RANKS), "--cpu", str(SCRIPT), "--epochs", str(EPOCHS), "--out", "losses.json"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "8 steps on 2 ranks\n"
     got = json.loads((tmp_path / "losses.json").read_text())
@@ -59,11 +62,13 @@ def test_a_script_runs_unchanged_and_trains_as_one_process_does(tmp_path):
     assert got[-1] < got[0]
 
 
-def test_an_error_is_told_once_and_by_its_code(tmp_path):
+def test_a_script_of_a_job_whose_error_is_told_by_its_code(tmp_path):
     (tmp_path / "script.py").write_text(
         "import horovod.torch as hvd, torch\nhvd.init()\nhvd.allreduce(torch.ones(2 + hvd.rank()), name='x')\n"
     )
-    done = launch(tmp_path, "--json", "script.py")
+    job = f"model: quickstart-llama\ncluster: {{gpu: cpu, gpus_per_node: {RANKS}}}\ntrain: {{output_dir: runs/mine}}\n"
+    (tmp_path / "job.yaml").write_text(job)
+    done = launch(tmp_path, "--json", "job.yaml", "script.py")
     assert done.returncode == 3
     assert "HOROVOD_MISMATCH" in done.stderr
     assert "Traceback" not in done.stderr
@@ -71,10 +76,8 @@ def test_an_error_is_told_once_and_by_its_code(tmp_path):
     assert failure["problems"][0]["code"] == "HOROVOD_MISMATCH"
 
 
-def test_what_is_not_a_script(tmp_path):
-    command = [sys.executable, "-m", "toolkit.compat.horovod", "absent.py"]
-    from toolkit.compat.horovod.__main__ import main
-
+def test_what_is_not_a_script(capsys):
     with pytest.raises(SystemExit) as caught:
-        main(command[3:])
+        main(["absent.py"])
     assert caught.value.code == 2
+    assert "absent.py is not a file" in capsys.readouterr().err

@@ -6,9 +6,13 @@ import argparse
 import os
 import runpy
 import sys
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 from toolkit.compat.horovod.alias import install
+from toolkit.compat.horovod.engine import ENGINE_THREAD
+from toolkit.compat.horovod.runtime import shutdown
 from toolkit.errors import ToolkitError
 from toolkit.launch.identity import rank_from_environment
 from toolkit.launch.outcome import write_worker_error
@@ -33,11 +37,22 @@ def main(argv: list[str] | None = None) -> int:
             identity = rank_from_environment(os.environ)
             write_worker_error(options.log_dir, identity.rank if identity else 0, error)
         if not isinstance(error, ToolkitError):
-            raise
+            sys.excepthook(type(error), error, error.__traceback__)
+            return 1
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
 
 
+def _end(code: int) -> NoReturn:
+    """End the process, also while an operation waits for a rank that has gone, which Python's own end would abort."""
+    shutdown()
+    if code and any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())

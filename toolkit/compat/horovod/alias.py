@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import types
@@ -10,7 +11,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import final
 
-from toolkit.compat.horovod.errors import NotBuiltImportError, not_built
+from toolkit.compat.horovod.errors import NotBuiltAttributeError, NotBuiltImportError, not_built
 
 _HERE = __name__.rpartition(".")[0]
 # Horovod's modules, and the modules here whose names they have; None for a package without names of its own.
@@ -30,6 +31,9 @@ _MODULES = {
     "horovod.common.process_sets": ("runtime",),
     "horovod.common.elastic": ("elastic",),
 }
+
+# That of the Horovod whose interface this is, for scripts that compare it.
+_VERSION = "0.28.1"
 
 
 def install() -> None:
@@ -63,9 +67,20 @@ class _Finder(MetaPathFinder, Loader):
         return types.ModuleType(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
+        """Fill a module with the public names of those here; modules inside of it are attributes too."""
         for name in _MODULES[module.__name__]:
             source = importlib.import_module(f"{_HERE}.{name}" if name else _HERE)
             public = {key: value for key, value in vars(source).items() if not key.startswith("_")}
             vars(module).update(public)
-            if hasattr(source, "__getattr__"):
-                vars(module)["__getattr__"] = source.__getattr__
+        vars(module)["__version__"] = _VERSION
+        vars(module)["__getattr__"] = functools.partial(_lacking, module.__name__)
+
+
+def _lacking(module: str, name: str) -> types.ModuleType:
+    if f"{module}.{name}" in _MODULES:
+        return importlib.import_module(f"{module}.{name}")
+    if name.startswith("_"):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if module == "horovod.torch":
+        getattr(importlib.import_module(_HERE), name)
+    raise NotBuiltAttributeError(not_built(f"{module}.{name}", "See what is built in docs/horovod.md"))

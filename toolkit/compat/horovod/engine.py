@@ -21,6 +21,7 @@ from toolkit.compat.horovod.messages import Request, Response
 from toolkit.compat.horovod.wire import LEAVE, Book
 from toolkit.errors import Problem, first_line
 
+ENGINE_THREAD = "horovod"
 _LEAVE_SECONDS = 5.0
 
 
@@ -103,8 +104,9 @@ class Engine:
         self._sending = threading.Lock()
         self._pending: dict[tuple[int, str], _Pending] = {}
         self._closed: Problem | None = None
+        self._leaving = False
         self._counters: dict[str, itertools.count[int]] = {}
-        self._thread = threading.Thread(target=self._run, name="horovod", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
         self._thread.start()
 
     def next_name(self, kind: str) -> str:
@@ -164,7 +166,8 @@ class Engine:
         return not self._pending
 
     def leave(self) -> None:
-        """Tell the others that this rank calls nothing more."""
+        """Tell the others that this rank calls nothing more; operations that it has not waited for are not done."""
+        self._leaving = True
         with self._lock:
             self._closed = self._closed or Problem(
                 code="HOROVOD_NOT_INITIALIZED", message="shutdown() has been called", fix="Call init() again"
@@ -179,6 +182,8 @@ class Engine:
             torch.cuda.set_device(self._device)
         try:
             while (response := self._book.unpack_response(self._connection.recv_bytes())) is not None:
+                if self._leaving:  # whatever this rank has not waited for
+                    break
                 self._do(response)
         except (OSError, EOFError, pickle.UnpicklingError):
             pass
@@ -197,13 +202,14 @@ class Engine:
         except HorovodInternalError as error:
             self._fail(entries, error.problems[0])
         except Exception as error:
-            names = ", ".join(request.name for request in response.requests)
+            names = [request.name for request in response.requests]
+            which = repr(names[0]) + (f" and {len(names) - 1} with it" if len(names) > 1 else "")
             self._fail(
                 entries,
                 Problem(
                     code="HOROVOD_COLLECTIVE",
-                    key=names,
-                    message=f"{response.kind} {names!r} failed: {first_line(error)}",
+                    key=names[0],
+                    message=f"{response.kind} {which} failed: {first_line(error)}",
                     fix="Look at the output of the other ranks: one of them may have ended",
                     source="torch.distributed",
                 ),

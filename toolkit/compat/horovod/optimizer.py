@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from toolkit.compat.horovod import runtime
 from toolkit.compat.horovod.compression import Compression
 from toolkit.compat.horovod.engine import Handle
 from toolkit.compat.horovod.errors import HorovodOrderError, NotBuiltError, not_built, refuse_value
@@ -201,6 +202,8 @@ class _Reducer:
         self.passes = passes
         self.synchronized = False
         self.skipping = False
+        # Optimizers whose parameters have no names may be stepped in turn, with gradients of several on their way.
+        self._prefix = "gradient" if names else runtime.engine().next_name("gradient")
         self._names = names
         self._compression = compression
         self._op = op
@@ -228,7 +231,7 @@ class _Reducer:
                 continue
             group = self._groups.get(parameter, [parameter])
             members = [one for one in group if one.requires_grad and one not in self._buckets]
-            bucket = _Bucket(name=f"gradient.{self._names.get(parameter, index)}", parameters=members)
+            bucket = _Bucket(name=f"{self._prefix}.{self._names.get(parameter, index)}", parameters=members)
             for member in members:
                 self._buckets[member] = bucket
                 bucket.left[member] = self.passes
