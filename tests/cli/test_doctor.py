@@ -16,11 +16,19 @@ from quick_python import quick_python
 from ranks import QUICK
 
 from toolkit.cli.app import main
+from toolkit.doctor import disks
+from toolkit.units import MIB
 
 JOB = "model: quickstart-llama\ncluster: {{gpu: {gpu}, gpus_per_node: 2}}\ntrain: {{output_dir: run}}\n"
 # Seconds that no other process sleeps.
 NEVER = "1234.5678"
 NO_CARDS = {**os.environ, **QUICK, "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(autouse=True)
+def small_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks are measured by a small file: `test_disks.py` has the whole one."""
+    monkeypatch.setattr(disks, "_TRIAL_BYTES", MIB)
 
 
 def test_a_job_that_cannot_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

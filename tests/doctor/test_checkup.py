@@ -10,9 +10,16 @@ import pytest
 import torch
 from tiny_plans import tiny_plan
 
-from toolkit.doctor import checkup, network, software
+from toolkit.doctor import checkup, disks, network, software
 from toolkit.doctor.checkup import examine
 from toolkit.doctor.findings import found
+from toolkit.units import MIB
+
+
+@pytest.fixture(autouse=True)
+def small_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks are measured by a small file: `test_disks.py` has the whole one."""
+    monkeypatch.setattr(disks, "_TRIAL_BYTES", MIB)
 
 
 def test_this_machine_is_looked_at_in_time() -> None:
@@ -52,6 +59,13 @@ def test_a_probe_that_hangs_or_fails_is_a_finding(monkeypatch: pytest.MonkeyPatc
     assert said["PROBE_FAILED"].seen == "OSError: the disk is gone"
     assert said["DRIVER_ABSENT"].seen == "nothing else is lost"
     assert made.can_run
+
+
+def test_an_old_driver_under_which_the_cards_were_measured_is_no_error() -> None:
+    (old,) = software.driver_fit("570.1", (12, 8), "13.0", 1)
+    assert checkup._driver_that_works(old, [old]).level == "error"
+    measured = found("SPEED", "card 0 and the host: 55.0 GB/s to the card, 54.0 back")
+    assert checkup._driver_that_works(old, [old, measured]).level == "note"
 
 
 @pytest.mark.gpu

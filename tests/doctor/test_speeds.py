@@ -29,6 +29,7 @@ def test_sound_speeds() -> None:
 def test_slow_and_broken_ones() -> None:
     assert "12.0 GB/s to the card" in measured(card={"to_card": 12e9})["HOST_COPY_SLOW"]
     assert "20.0 GB/s of the bus" in measured(all_reduce=20e9)["ALL_REDUCE_SLOW"]
+    assert "0–1" in measured(peers=[(0, 1)])["LINKS_PEERS"]
     assert measured(all_reduce=None, reduce_error="NCCL Error 2: unhandled system error")["ALL_REDUCE_FAILED"]
     assert "12.0" in measured(card={"capability": "12.0"})["CARD_UNSUPPORTED"]
     assert "out of memory" in measured(card={"error": "CUDA out of memory"})["PROBE_FAILED"]

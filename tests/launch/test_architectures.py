@@ -29,7 +29,9 @@ def test_lists_of_architectures(written: str, card: str | None, expected: str) -
     assert readable_architectures(written, card) == expected
 
 
-@pytest.mark.parametrize("written", ["9.0a;10.0a+PTX", "Ampere Hopper", "9.0"])
+@pytest.mark.parametrize(
+    "written", ["9.0a", "8.0;8.6;9.0a", "9.0a;10.0a+PTX", "Hopper", "Ampere Hopper", "9.0", "9.0+PTX", "8.0 9.0+PTX"]
+)
 def test_deepspeed_and_torch_take_what_is_made_of_a_list(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
     from torch.utils.cpp_extension import _get_cuda_arch_flags
@@ -37,7 +39,7 @@ def test_deepspeed_and_torch_take_what_is_made_of_a_list(written: str, monkeypat
     builder = FusedAdamBuilder()
     builder.jit_mode = True
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", written)
-    if written != "9.0":
+    if readable_architectures(written, "9.0") != written:
         with pytest.raises(ValueError, match="invalid literal for int"):
             builder.compute_capability_args()
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", readable_architectures(written, "9.0"))

@@ -189,6 +189,8 @@ def test_stage_0_without_a_fused_kernel(estimator):
     assert step.allocated_bytes == near(24 * PARAMETERS + WORKSPACES)
     assert other.allocated_bytes == near(24 * PARAMETERS + WORKSPACES)
     assert other.causes["optimizer temporaries"] == near(4 * PARAMETERS)
+    kernel = estimated(estimator, parallel={"zero_stage": 0}, optimizer="adamw_torch_fused").fullest.phases["step"]
+    assert "optimizer temporaries" not in kernel.causes, "torch's fused kernel steps in one pass, too"
 
 
 def test_keys_of_deepspeed_say_nothing_to_others():

@@ -5,6 +5,7 @@ One process uses all cards, so that no group has to be joined: NCCL makes its co
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -19,11 +20,18 @@ _REDUCED_BYTES = 256 * 2**20
 _REPEATS = 4
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Measure, and print what was measured: versions, whether CUDA works, bytes per second."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.distributed.bandwidth", description=__doc__)
+    parser.add_argument(
+        "--wait", action="store_true", help="import torch, and take memory of the cards after a line on stdin"
+    )
+    options = parser.parse_args(arguments)
     end_with(os.getppid())
     import torch
 
+    if options.wait and not sys.stdin.readline():
+        return 0  # nothing is to be measured
     print(json.dumps(measure(torch)), flush=True)
     return 0
 

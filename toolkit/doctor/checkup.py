@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from toolkit.launch.extensions import Machine
 from toolkit.planning.plan import Plan
 
 # Answers of a healthy machine take tenths of a second; the measurement of the cards has the whole time.
-_PROBE_SECONDS = 6.0
+_PROBE_SECONDS = 8.0
 SECONDS = 10.0
 # DeepSpeed's slowest extension compiles in about two minutes, async_io in seven on two cores.
 _BUILD_SECONDS = 1200.0
@@ -101,16 +101,25 @@ def examine(
         for fork, probe in forks:
             answered = _answer(fork, until if probe.look is not None else deadline, probe.hint)
             findings += answered if isinstance(answered, list) else [answered]
-        if measurement is not None:
-            kinds = _catalogued(readings, environment.get("CUDA_VISIBLE_DEVICES"))
+        kinds = _catalogued(readings, environment.get("CUDA_VISIBLE_DEVICES"))
+        if measurement is not None and (kinds or not readings):  # unless all cards are hidden from runs
             findings += measurement.findings(kinds, seconds=deadline - time.monotonic())
     took = time.monotonic() - began
     if build:
         capability = readings[0].capability if readings else None
         known = compilers.known_extensions(on_card=bool(readings))
         findings += compilers.build_now(known, Machine(), seconds=_BUILD_SECONDS, capability=capability)
+    findings = [_driver_that_works(finding, findings) for finding in findings]
     order = {level: number for number, level in enumerate(LEVELS)}
     return Checkup(findings=tuple(sorted(findings, key=lambda each: order[each.level])), seconds=took)
+
+
+def _driver_that_works(finding: Finding, findings: Sequence[Finding]) -> Finding:
+    """Return a finding, a driver too old for torch's CUDA as a note where the cards were measured: by NVIDIA's forward compatibility."""
+    if finding.code != "DRIVER_OLD" or not any(each.subject == "speeds" for each in findings):
+        return finding
+    why = "Torch computes on the cards all the same, through NVIDIA's package of forward compatibility"
+    return replace(finding, level="note", why=why)
 
 
 def _probes(folder: Path, plan: Plan | None) -> Iterator[Probe]:

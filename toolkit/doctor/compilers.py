@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -109,19 +111,22 @@ def build_now(
             lock.unlink()
     command = [*python_module("toolkit.distributed.extension_build"), *(extension.name for extension in able)]
     with built_with(settings_of(able, machine, capability=capability)):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
     try:
         written, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         yield found(
             "PROBE_TIMEOUT",
             f"the compilation took longer than {seconds:.0f} s",
-            hint="toolkit doctor --build --seconds 1800",
+            hint="toolkit doctor --build again: ninja goes on where it ended",
         )
         return
     finally:
-        process.kill()
-        process.wait()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # its compilers, too
+            process.wait()
     results = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
     titles = {extension.name: extension.title for extension in able}
     for result in results:

@@ -17,11 +17,13 @@ _SLOW_COPY, _SLOW_REDUCE = 0.5, 0.4
 
 
 class Measurement:
-    """The process that measures, started at once and read later; ended with the block."""
+    """The process that measures: it imports torch at once, and takes memory of the cards when it is read; ended with the block."""
 
     def __init__(self) -> None:
-        command = python_module("toolkit.distributed.bandwidth")
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [*python_module("toolkit.distributed.bandwidth"), "--wait"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -39,7 +41,7 @@ class Measurement:
             seconds: How long to wait.
         """
         try:
-            written, errors = self._process.communicate(timeout=max(seconds, 0.1))
+            written, errors = self._process.communicate("go\n", timeout=max(seconds, 0.1))
         except subprocess.TimeoutExpired:
             hint = "toolkit doctor --seconds 60: torch is read from a cold disk, or the driver hangs, as `python -c 'import torch; torch.cuda.init()'` shows"
             yield found("PROBE_TIMEOUT", "torch did not start and measure the cards in time", hint=hint)
@@ -68,6 +70,12 @@ def measured_findings(measured: Mapping[str, Any], cards: Sequence[Gpu | None]) 
             "CUDA_UNUSABLE", f"torch {measured['torch']}: {measured['error'] or 'no card is visible'}", hint=hint
         )
         return
+    if measured["peers"]:
+        pairs = ", ".join(f"{one}–{other}" for one, other in measured["peers"][:8])
+        linked = any(kind is not None and kind.link_kind == "nvlink" for kind in cards)
+        yield found(
+            "LINKS_PEERS", f"torch: no peer access between cards {pairs}", level="warning" if linked else "note"
+        )
     for index, card in enumerate(measured["cards"]):
         kind = cards[index] if index < len(cards) else None
         yield from _card(index, card, kind, measured["architectures"])
