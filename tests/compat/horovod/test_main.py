@@ -64,7 +64,9 @@ def test_a_script_runs_unchanged_and_trains_as_one_process_does(tmp_path):
 
 def test_a_script_of_a_job_whose_error_is_told_by_its_code(tmp_path):
     (tmp_path / "script.py").write_text(
-        "import horovod.torch as hvd, torch\nhvd.init()\nhvd.allreduce(torch.ones(2 + hvd.rank()), name='x')\n"
+        "import os, torch, horovod.torch as hvd\nhvd.init()\n"
+        "assert os.environ['HOROVOD_SIZE'] == os.environ['HOROVOD_LOCAL_SIZE'] == '2'\n"
+        "hvd.allreduce(torch.ones(2 + int(os.environ['HOROVOD_RANK'])), name='x')\n"
     )
     job = f"model: quickstart-llama\ncluster: {{gpu: cpu, gpus_per_node: {RANKS}}}\ntrain: {{output_dir: runs/mine}}\n"
     (tmp_path / "job.yaml").write_text(job)

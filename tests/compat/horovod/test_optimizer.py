@@ -11,7 +11,7 @@ from ranks import run_distributed
 from torch import nn
 
 import toolkit.compat.horovod as hvd
-from toolkit.compat.horovod.errors import HorovodOrderError, HorovodValueError, NotBuiltError
+from toolkit.compat.horovod.errors import HorovodInternalError, HorovodOrderError, HorovodValueError, NotBuiltError
 
 SIZE = 2
 ROWS = 4  # of a rank's batch
@@ -178,6 +178,40 @@ def sparse_gradients(rank):
         optimizer.step()
         moved = torch.tensor([0.5, 0.5, 0.0, 1.0])[:, None].expand(4, 2)
         torch.testing.assert_close(before - table.weight.detach(), moved)
+
+
+@case
+def a_sparse_parameter_that_some_rank_does_not_use(rank):
+    table = nn.Embedding(4, 2, sparse=True)
+    hvd.broadcast_parameters(table.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters())
+    if rank == 0:
+        table(torch.tensor([1])).sum().backward()
+    with pytest.raises(HorovodInternalError, match="the operation is allgather on rank 0 and allreduce on rank 1"):
+        optimizer.step()  # rank 1 cannot know that its gradient would be sparse
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    for step in range(2):
+        before = table.weight.detach().clone()
+        if rank == 0 or step == 0:
+            table(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (before - table.weight.detach())[:, 0].tolist() == pytest.approx([0.0, 1.0 - step / 2, 0.0, 0.0])
+
+
+@case
+def ranks_of_a_process_set(rank):
+    alone = hvd.add_process_set([0])
+    net = model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), process_set=alone
+    )
+    loss_of(net, batch(0, rank)).backward()
+    optimizer.step()
+    dense_net = model()
+    loss_of(dense_net, batch(0, rank)).backward()
+    same([value.grad for value in net.parameters()], [value.grad for value in dense_net.parameters()])
 
 
 @case

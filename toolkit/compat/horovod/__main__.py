@@ -28,13 +28,16 @@ def main(argv: list[str] | None = None) -> int:
     if not Path(options.script).is_file():
         parser.error(f"{options.script} is not a file")
     install()
+    identity = rank_from_environment(os.environ)
+    if identity is not None:
+        for name, value in identity.as_environment().items():  # as horovodrun sets them, for scripts that look there
+            os.environ.setdefault(f"HOROVOD_{name.replace('WORLD_', '')}", value)
     sys.argv = [options.script, *options.arguments]
     sys.path.insert(0, str(Path(options.script).resolve().parent))
     try:
         runpy.run_path(options.script, run_name="__main__")
     except Exception as error:
         if options.log_dir is not None:
-            identity = rank_from_environment(os.environ)
             write_worker_error(options.log_dir, identity.rank if identity else 0, error)
         if not isinstance(error, ToolkitError):
             sys.excepthook(type(error), error, error.__traceback__)

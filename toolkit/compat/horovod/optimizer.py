@@ -212,6 +212,7 @@ class _Reducer:
         self._process_set = process_set
         self._groups = {parameter: group for group in groups for parameter in group}
         self._buckets: dict[torch.Tensor, _Bucket] = {}
+        self._sparse_dims: dict[torch.Tensor, int] = {}
         self._hooks: list[RemovableHandle] = []
         self._started = False
         self._active = process_set.included() and process_set.size() > 1
@@ -262,11 +263,12 @@ class _Reducer:
         for parameter in bucket.parameters:
             bucket.left[parameter] = 0
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = self._nothing(parameter)
             elif parameter.grad.is_sparse and (self._sparse_as_dense or len(bucket.parameters) > 1):
                 parameter.grad = parameter.grad.to_dense()
         first = bucket.parameters[0]
         if first.grad is not None and first.grad.is_sparse:
+            self._sparse_dims[first] = first.grad.sparse_dim()
             bucket.sent = sparse_allreduce_async(first.grad.coalesce(), bucket.name, self._op, self._process_set)
             return
         packed = [self._compression.compress(one.grad) for one in bucket.parameters]
@@ -281,6 +283,16 @@ class _Reducer:
             process_set=self._process_set,
         )
         bucket.sent = (handle, tensors, [ctx for _, ctx in packed])
+
+    def _nothing(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of a parameter that this rank has not used: zeros, or no rows where its gradient is sparse."""
+        dims = self._sparse_dims.get(parameter)
+        if dims is None:
+            return torch.zeros_like(parameter)
+        indices = torch.empty((dims, 0), dtype=torch.int64, device=parameter.device)
+        return torch.sparse_coo_tensor(
+            indices, parameter.new_empty((0, *parameter.shape[dims:])), parameter.shape, check_invariants=False
+        )
 
     def reduce(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Send what backward has not, in one order on all ranks, and put the reduced gradients in place."""

@@ -16,7 +16,7 @@ from toolkit.compat.horovod import runtime
 from toolkit.compat.horovod.compression import Compression
 from toolkit.compat.horovod.engine import Handle
 from toolkit.compat.horovod.errors import NotBuiltError, not_built, refuse_value
-from toolkit.compat.horovod.exchanges import allgather_async, grouped_allgather_async
+from toolkit.compat.horovod.exchanges import grouped_allgather_async
 from toolkit.compat.horovod.messages import ReduceOp
 from toolkit.compat.horovod.runtime import ProcessSet, global_process_set
 from toolkit.compat.horovod.submission import Grads, Tensors, new_like, refuse_scalars, submit, synchronize
@@ -282,18 +282,17 @@ def sparse_allreduce_async(
     """Start an average or a sum of a sparse tensor; the result of calling what is returned, or of `synchronize` of it.
 
     Collectives:
-        Two all-gathers, of the indices and of the values.
+        An all-gather of the indices and of the values, as one operation.
     """
     reduction = _reduction(op, None, allowed=(Average, Sum))
-    indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(tensor._values(), f"{name}.values", process_set)
+    given = [tensor._indices().t().contiguous(), tensor._values()]
+    handle = grouped_allgather_async(given, name, process_set)
 
     def finish() -> torch.Tensor:
-        all_values = synchronize(values)
+        indices, values = synchronize(handle)
         if reduction == Average:
-            all_values = all_values / process_set.size()
-        shape = tensor.shape
-        return torch.sparse_coo_tensor(synchronize(indices).t(), all_values, shape, check_invariants=False)
+            values = values / process_set.size()
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
 
     return finish
 
