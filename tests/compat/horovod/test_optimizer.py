@@ -127,6 +127,36 @@ def clipped_between_synchronize_and_step(rank):
 
 
 @case
+def scaled_losses(rank):
+    """Gradients are unscaled between synchronize and step; a step with one that is not finite is left out on all ranks."""
+    net = model().float()
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](net.parameters()), net.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch(step, rank).float()) * (float("inf") if (step, rank) == (1, 0) else 1.0)
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    alone = model()
+    sgd = OPTIMIZERS["sgd"](alone.parameters())
+    for step in (0, 2, 3):
+        sgd.zero_grad()
+        for other in range(SIZE):
+            (loss_of(alone, batch(step, other)) / SIZE).backward()
+        sgd.step()
+    same(
+        [value.detach().double() for value in net.parameters()],
+        [value.detach() for value in alone.parameters()],
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+@case
 def sum_of_gradients(rank):
     net = model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), op=hvd.Sum)
@@ -254,6 +284,18 @@ def schedules_and_scalers_take_it_for_the_optimizer(rank):
     optimizer.step(lambda: loss_of(net, batch(1, rank)).backward())
     every = hvd.allgather(net[0].weight.detach()[None])
     assert torch.equal(every[0], every[1]), "gradients of a closure are reduced too"
+
+
+@case
+def parameters_that_are_wrapped_again(rank):
+    net = model()
+    for phase in range(2):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+        optimizer.zero_grad()
+        loss_of(net, batch(phase, rank)).backward()
+        optimizer.step()
+    every = hvd.allgather(net[0].weight.detach()[None])
+    assert torch.equal(every[0], every[1])
 
 
 @case

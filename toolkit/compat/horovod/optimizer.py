@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from toolkit.compat.horovod import runtime
 from toolkit.compat.horovod.compression import Compression
@@ -213,7 +213,6 @@ class _Reducer:
         self._groups = {parameter: group for group in groups for parameter in group}
         self._buckets: dict[torch.Tensor, _Bucket] = {}
         self._sparse_dims: dict[torch.Tensor, int] = {}
-        self._hooks: list[RemovableHandle] = []
         self._started = False
         self._active = process_set.included() and process_set.size() > 1
 
@@ -236,7 +235,7 @@ class _Reducer:
             for member in members:
                 self._buckets[member] = bucket
                 bucket.left[member] = self.passes
-                self._hooks.append(member.register_post_accumulate_grad_hook(self._on_gradient))
+                member.register_post_accumulate_grad_hook(_hook_of(self))
 
     def restart(self) -> None:
         """Count backward passes anew."""
@@ -245,7 +244,8 @@ class _Reducer:
             bucket.sent = None
         self._started = self.synchronized = False
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """Send a gradient that backward has just summed, once all of its bucket are there."""
         bucket = self._buckets[parameter]
         if bucket.left[parameter] <= 0:
             raise HorovodOrderError.of(
@@ -319,6 +319,17 @@ class _Reducer:
                 if result is not parameter.grad:
                     assert parameter.grad is not None
                     parameter.grad.copy_(result)
+
+
+def _hook_of(reducer: _Reducer) -> Callable[[torch.Tensor], None]:
+    """Return a hook of a parameter that does nothing once its optimizer is gone: another may have wrapped the parameter since."""
+    found = weakref.ref(reducer)
+
+    def on_gradient(parameter: torch.Tensor) -> None:
+        if (alive := found()) is not None:
+            alive.on_gradient(parameter)
+
+    return on_gradient
 
 
 class _Reducing(torch.optim.Optimizer):
