@@ -10,12 +10,12 @@ from toolkit.config.loader import parse_job
 from toolkit.config.schema import known_keys
 from toolkit.config.yaml_text import parse_yaml
 from toolkit.errors import SpecError
-from toolkit.migration.accelerate import LAUNCHER
+from toolkit.migration.detection import TABLES
 from toolkit.migration.draft import Draft
 from toolkit.migration.job_text import job_text
+from toolkit.migration.launcher import LAUNCHER
 from toolkit.migration.outcomes import Leaf
 from toolkit.migration.reading import Reading, Together
-from toolkit.migration.sources import TABLES
 
 OUTCOMES = {"carried", "default", "not needed", "not carried"}
 # Values of other types than a key expects are among them: a file may hold anything.

@@ -138,6 +138,28 @@ def test_trainer_with_accelerate(tmp_path, monkeypatch):
     assert theirs.mixed_precision == "bf16"
 
 
+def test_trainer_with_fsdp_of_accelerate(tmp_path, monkeypatch):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    shutil.copytree(FILES, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    found = migrate(["trainer-arguments.json", "accelerate-fsdp.yaml"], **CARD)
+    assert not found.problems
+    plan = tk.resolve(found.job())
+    Path("emitted.yaml").write_text(yaml.safe_dump(plan.accelerate_config(deepspeed_config_file="unused")))
+    theirs, mine = load_config_from_file("accelerate-fsdp.yaml"), load_config_from_file("emitted.yaml")
+    for key in ("num_machines", "num_processes", "distributed_type", "mixed_precision"):
+        assert getattr(theirs, key) == getattr(mine, key), key
+    for key in (
+        "fsdp_version",
+        "fsdp_reshard_after_forward",
+        "fsdp_offload_params",
+        "fsdp_auto_wrap_policy",
+        "fsdp_cpu_ram_efficient_loading",
+    ):
+        assert theirs.fsdp_config[key] == mine.fsdp_config[key], key
+
+
 def test_a_deepspeed_file_alone(tmp_path, monkeypatch):
     from deepspeed.runtime.config import DeepSpeedConfig
     from ranks import one_rank

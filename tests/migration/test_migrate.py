@@ -213,7 +213,7 @@ def test_training_by_preferences_is_refused(text, method, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "command", ["trl dpo --model_name_or_path a", "swift rlhf --model a", "llamafactory-cli export x.yaml"]
+    "command", ["trl dpo --model_name_or_path a", "swift rlhf --model a", "axolotl train --rl dpo --base_model a"]
 )
 def test_commands_that_train_otherwise_are_refused(command):
     with pytest.raises(SpecError) as caught:
@@ -261,6 +261,73 @@ def test_a_quoted_command_line_and_the_file_that_it_names():
     assert found.document["cluster"] == {"gpus_per_node": 2, "nodes": 2, "master_port": 29501}
     assert found.document["train"]["learning_rate"] == 1e-5
     assert [tool for _, tool in found.files] == ["Trainer", "Accelerate"]
+
+
+def test_commands_that_train_nothing_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "python prepare.py --in a --out b\naxolotl preprocess a.yaml\naxolotl train a.yaml --learning-rate 3e-5\nllamafactory-cli export x.yaml\n"
+    write(tmp_path, run__sh=text, a__yaml="base_model: m\nsequence_len: 64\nlearning_rate: 1e-5\n")
+    assert migrate("run.sh").document["train"]["learning_rate"] == 3e-5
+    with pytest.raises(SpecError) as caught:
+        migrate("llamafactory-cli export x.yaml")
+    assert caught.value.codes == ("MIGRATE_UNKNOWN",)
+
+
+def test_a_script_of_two_runs_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(
+        tmp_path,
+        run__sh="trl sft --model_name_or_path a --dataset_name b\ntrl sft --model_name_or_path c --dataset_name d\n",
+    )
+    with pytest.raises(SpecError, match="2 commands that start training") as caught:
+        migrate("run.sh")
+    assert caught.value.codes == ("MIGRATE_CONTRADICTION",)
+
+
+def test_a_variable_that_only_the_shell_knows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(
+        tmp_path,
+        run__sh="export HF_HOME=/data\nLR=1e-5\ntrl sft --model_name_or_path $MODEL --learning_rate $LR --output_dir out\n",
+    )
+    found = migrate("run.sh")
+    assert found.document["train"]["learning_rate"] == 1e-5
+    said = {entry.leaf.key: entry.reason for entry in found.not_carried}
+    assert said == {
+        "model_name_or_path": "only the shell knows its value",
+        "HF_HOME": "a job sets no environment variables",
+    }
+
+
+def test_a_batch_script_of_slurm(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (
+        "#!/bin/bash\n#SBATCH --job-name=sft\n#SBATCH --nodes=4\n#SBATCH --gres=gpu:h100:8\n#SBATCH --ntasks-per-node=1\n"
+        "srun torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 --rdzv_backend c10d train.py --output_dir out --bf16 True --deepspeed zero2.json\n"
+    )
+    write(tmp_path, run__sbatch=text, zero2__json='{"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}')
+    found = migrate("run.sbatch")
+    assert found.document["cluster"] == {"nodes": 4, "gpus_per_node": 8}
+    assert (found.document["train"]["precision"], found.document["parallel"]) == ("bf16", {"zero_stage": 2})
+    assert {entry.leaf.key for entry in found.not_carried} == set()
+
+
+def test_a_hostfile(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(
+        tmp_path,
+        hostfile="a slots=8\nb slots=8\n",
+        ds__json='{"zero_optimization": {"stage": 2}, "train_batch_size": 64}',
+    )
+    assert migrate(["hostfile", "ds.json"]).document["cluster"] == {"nodes": 2, "gpus_per_node": 8}
+
+
+def test_configurations_that_trl_ships():
+    found = migrate(
+        "trl sft --model_name_or_path a --dataset_name b --output_dir c --accelerate_config zero3 --num_processes 4"
+    )
+    assert found.document["cluster"] == {"gpus_per_node": 4}
+    assert found.document["parallel"]["zero_stage"] == 3
 
 
 def test_an_argument_of_the_command_wins_over_its_file():

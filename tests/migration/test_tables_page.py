@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.migration.sources import TABLES
+from toolkit.migration.detection import TABLES
 from toolkit.migration.tables_page import MARK, tables_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"

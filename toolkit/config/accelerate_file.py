@@ -38,7 +38,7 @@ def refuse_accelerate_file(document: Mapping[str, Any], *, name: str) -> None:
         code="ACCELERATE_FILE",
         key=name,
         message=f"{name} is a configuration of Accelerate, not a job",
-        fix=f"Write a job that names model, cluster.gpu and data, with {sections or 'the same settings'}; the rest tells Accelerate how to start processes, and `toolkit emit` writes it for each job"
+        fix=f"Write a job that names model, cluster.gpu and data, with {sections or 'the same settings'}; the rest tells Accelerate how to start processes, and `toolkit emit` writes it for each job. `toolkit migrate {name}` makes such a job"
         + _beside(document),
     )
 

@@ -1,6 +1,6 @@
-"""Accelerate's configuration, and the options of the launchers: how many processes there are, and how they share the model.
+"""Accelerate's configuration: how many processes there are, and how they share the model.
 
-Source: accelerate 1.15 commands/config/config_args.py, commands/launch.py, utils/dataclasses.py; torch distributed/run.py; deepspeed launcher/runner.py.
+Source: accelerate 1.15 commands/config/config_args.py, commands/launch.py, utils/dataclasses.py.
 """
 
 from __future__ import annotations
@@ -203,16 +203,59 @@ def axes(r: Reading) -> None:
 _STARTED = (
     "compute_environment machine_rank main_process_ip rdzv_backend same_network debug main_training_function enable_cpu_affinity downcast_bf16 "
     "config_file quiet module no_python num_cpu_threads_per_process max_restarts monitor_interval role rdzv_conf tee log_dir m q "
-    "main_training_function_ no_tpu_cluster"
+    "main_training_function_ no_tpu_cluster use_parallelism_config"
+)
+_MEGATRON = " ".join(
+    f"megatron_lm_{key}"
+    for key in (
+        *(
+            "tp_degree",
+            "pp_degree",
+            "num_micro_batches",
+            "sequence_parallelism",
+            "recompute_activations",
+            "use_distributed_optimizer",
+        ),
+        *(
+            "gradient_clipping",
+            "use_custom_fsdp",
+            "no_load_optim",
+            "no_save_optim",
+            "eod_mask_loss",
+            "overlap_cpu_optimizer_d2h_h2d",
+        ),
+        *(
+            "optimizer_cpu_offload",
+            "use_precision_aware_optimizer",
+            "decoder_last_pipeline_num_layers",
+            "recompute_granularity",
+        ),
+        *(
+            "recompute_method",
+            "recompute_num_layers",
+            "attention_backend",
+            "expert_model_parallel_size",
+            "context_parallel_size",
+        ),
+        *(
+            "attention_dropout",
+            "hidden_dropout",
+            "attention_softmax_in_fp32",
+            "expert_tensor_parallel_size",
+            "calculate_per_token_loss",
+        ),
+        "use_rotary_position_embeddings",
+    )
 )
 ACCELERATE = Table(
     tool="Accelerate",
     rows=(
         carried("main_process_port", "cluster.master_port", convert=positive),
         *not_needed("the toolkit, or any launcher, starts the processes", _STARTED),
-        *not_carried("a job does not run on TPUs or SageMaker", "tpu_env tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm command_file commands tpu ec2_instance_type iam_role_name profile region image_uri sagemaker_inputs_file sagemaker_metrics_file additional_args py_version pytorch_version transformers_version"),
+        *not_carried("a job does not run on TPUs or SageMaker", "tpu_env tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm command_file commands tpu ec2_instance_type iam_role_name profile region image_uri sagemaker_inputs_file sagemaker_metrics_file additional_args py_version pytorch_version transformers_version vm env aws_access_key_id aws_secret_access_key"),
         *not_carried("Megatron-LM's axes are keys of their own", "megatron_lm_config use_megatron_lm", fix="Set parallel.tensor, parallel.pipeline and parallel.sequence_parallel"),
-        *not_carried("float8 is torchao's here", "fp8_config", fix="Set train.precision: fp8 and train.fp8.recipe"),
+        *not_carried("Megatron-LM's axes are keys of their own", _MEGATRON, fix="Set parallel.tensor, parallel.pipeline and parallel.sequence_parallel"),
+        *not_carried("float8 is torchao's here", "fp8_config fp8_backend fp8_use_autocast_during_eval fp8_margin fp8_interval fp8_format fp8_amax_history_len fp8_amax_compute_algo fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim", fix="Set train.precision: fp8 and train.fp8.recipe"),
         *not_carried("processes are not started by mpirun", "mpirun_config mpirun_hostfile mpirun_ccl"),
         *not_carried("cards are those of NVIDIA or AMD", "use_xpu ipex_config"),
     ),
@@ -230,7 +273,7 @@ ACCELERATE = Table(
                 *(f"fsdp_config.fsdp_{key}" for key in (
                     *("version", "sharding_strategy", "reshard_after_forward", "offload_params", "activation_checkpointing", "auto_wrap_policy"),
                     *("transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type", "cpu_ram_efficient_loading", "use_orig_params"),
-                    *("sync_module_states", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch"),
+                    *("sync_module_states", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch", "activation_checkpointing_offload"),
                 )),
             ),
             to=("parallel.strategy", "parallel.zero_stage", "parallel.offload", "parallel.fsdp2"),
@@ -245,7 +288,7 @@ ACCELERATE = Table(
         ),
         Subject(
             keys=(
-                *(f"parallelism_config.parallelism_config_{key}" for key in ("tp_size", "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size")),
+                *(f"parallelism_config.parallelism_config_{key}" for key in ("tp_size", "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")),
                 *(f"dynamo_config.dynamo_{key}" for key in ("backend", "mode", "use_dynamic", "use_fullgraph", "use_regional_compilation")),
                 "dynamo_backend",
             ),
@@ -255,51 +298,4 @@ ACCELERATE = Table(
         ),
     ),
     source="Accelerate 1.15",
-)  # fmt: skip
-
-
-def started(r: Reading) -> None:
-    """Read how many processes a launcher starts on each machine."""
-    nodes = next((r.value(key) for key in ("nnodes", "num_nodes", "NNODES") if r.given(key)), None)
-    keys = ("nnodes", "num_nodes", "NNODES")
-    first, _, most = str(nodes).partition(":")
-    if nodes is not None and first.isdigit() and (not most or most == first) and int(first) > 0:
-        r.carry("cluster.nodes", int(first), *keys)
-    r.refuse("a run has one number of nodes", *keys, fix="Set cluster.nodes")
-    processes = ("nproc_per_node", "num_gpus", "NPROC_PER_NODE", "num_proc", "processes_per_node")
-    count = next((r.value(key) for key in processes if r.given(key)), None)
-    visible = as_list(r.value("CUDA_VISIBLE_DEVICES"))
-    if count is not None and str(count).isdigit() and int(count) > 0:
-        r.carry("cluster.gpus_per_node", int(count), *processes)
-        r.unneeded("the number of processes is given", "CUDA_VISIBLE_DEVICES")
-    elif visible:
-        r.carry("cluster.gpus_per_node", len(visible), "CUDA_VISIBLE_DEVICES")
-    r.refuse("only the machine knows its number", *processes, fix="Set cluster.gpus_per_node")
-
-
-_LAUNCHER = (
-    "rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts monitor_interval start_method role module no_python run_path log_dir "
-    "redirects tee local_ranks_filter node_rank master_addr local_addr logs_specs numa_binding event_log_handler signals_to_handle include exclude "
-    "launcher launcher_args no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log bind_cores_to_rank bind_core_list ssh_port "
-    "venv_script m NODE_RANK MASTER_ADDR RANK WORLD_SIZE LOCAL_RANK FORCE_TORCHRUN OMP_NUM_THREADS TOKENIZERS_PARALLELISM ACCELERATE_LOG_LEVEL"
-)
-LAUNCHER = Table(
-    tool="the launcher",
-    rows=(
-        carried("master_port", "cluster.master_port", convert=positive),
-        carried("MASTER_PORT", "cluster.master_port", convert=positive),
-        *not_needed("the toolkit, or any launcher, starts the processes", _LAUNCHER),
-        *not_carried("the number of ranks of a run stays the same", "elastic_training min_elastic_nodes max_elastic_nodes", off=(None, False, -1, "-1")),
-        *not_carried("hosts are not in a job", "hostfile hosts", fix="Set cluster.nodes, and name the hosts to the launcher"),
-        *not_carried("DeepSpeed's autotuning is not offered", "autotuning", fix="`toolkit plan JOB` searches settings"),
-    ),
-    subjects=(
-        Subject(
-            keys=("nnodes", "num_nodes", "NNODES", "nproc_per_node", "num_gpus", "NPROC_PER_NODE", "num_proc", "processes_per_node", "CUDA_VISIBLE_DEVICES"),
-            to=("cluster.nodes", "cluster.gpus_per_node"),
-            says="Processes of a machine, and machines, by options of torchrun and deepspeed or by variables.",
-            run=started,
-        ),
-    ),
-    source="torchrun and deepspeed",
 )  # fmt: skip

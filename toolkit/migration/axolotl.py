@@ -1,7 +1,6 @@
 """axolotl's configurations: its own names of Trainer's arguments, adapters, and data sets with their prompt strategies.
 
-Source: axolotl 0.8 to 0.16 utils/schemas (config, model, peft, training, datasets, fsdp, deprecated), core/builders/base.py,
-utils/config/__init__.py normalize_config, prompt_strategies/chat_template.py.
+Source: axolotl 0.8 to 0.16 utils/schemas.
 """
 
 from __future__ import annotations
@@ -9,481 +8,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.migration.datasets import DataSet, adapters, carry_data, packed
-from toolkit.migration.outcomes import shown
-from toolkit.migration.reading import Reading, as_list
+from toolkit.migration.axolotl_data import PARTS, data, packing, template
+from toolkit.migration.axolotl_subjects import (
+    LORA,
+    attention,
+    batch,
+    evaluating,
+    hub,
+    liger,
+    method,
+    offloading,
+    precision,
+    ranks,
+    rates,
+    saving,
+    tokens,
+    trackers,
+)
 from toolkit.migration.table import Row, Subject, Table, carried, not_carried, not_needed
-from toolkit.migration.trainer import (
+from toolkit.migration.trainer_run import (
+    best,
+    eval_batch,
+    logging,
+)
+from toolkit.migration.trainer_subjects import (
     DDP,
     RESUME,
-    best,
     checkpointing,
     clipping,
-    eval_batch,
     grouping,
-    has_validation,
     length,
-    logging,
     optimizer,
-    rate,
-    shape,
     strategy,
-    warmup,
 )
-from toolkit.migration.values import boolean, number, one_folder, positive, target_modules, text, words
-
-
-def method(r: Reading) -> None:
-    """Read the adapter, and the bits of the weights below it."""
-    adapter = str(r.value("adapter") or "").lower()
-    bits = 8 if r.is_on("load_in_8bit") else 4 if r.is_on("load_in_4bit") or adapter == "qlora" else None
-    if adapter not in ("", "lora", "qlora"):
-        r.refuse(f"a job has no adapter {adapter}", "adapter", *LORA, fix="train.method may be full, lora or qlora")
-        r.unneeded("the adapter is not carried", "load_in_8bit", "load_in_4bit")
-        return
-    bit_keys = ("load_in_4bit",) if bits == 4 else ("load_in_8bit",) if bits == 8 else ("load_in_8bit", "load_in_4bit")
-    adapters(r, on=bool(adapter), bits=bits, keys=("adapter",), bit_keys=bit_keys)
-    r.unneeded("it is off", "load_in_8bit", "load_in_4bit")
-    if not adapter:
-        r.unneeded("no adapter is trained", *LORA, "lora_target_linear")
-        return
-    if r.is_on("lora_target_linear"):
-        r.carry("train.lora.target_modules", "all-linear", "lora_target_linear")
-        r.unneeded("lora_target_linear adapts all linear layers", "lora_target_modules")
-    for key, (target, convert) in LORA.items():
-        if r.value(key) is None or (key == "lora_target_modules" and r.is_on("lora_target_linear")):
-            continue
-        try:
-            r.carry(f"train.lora.{target}", convert(r.value(key)), key)
-        except ValueError as error:
-            r.refuse(str(error), key)
-    r.unneeded("lora_target_modules names the layers", "lora_target_linear")
-
-
-def _first_values(value: Any) -> str:
-    known = {"true": "default", "gaussian": "gaussian", "pissa": "pissa", "loftq": "loftq"}
-    found = "pissa" if str(value).lower().startswith("pissa") else str(value).lower()
-    if found not in known:
-        raise ValueError(
-            f"{shown(value)} is no way in which a job's adapters begin: they may begin by default, gaussian, pissa or loftq"
-        )
-    return known[found]
-
-
-LORA: Mapping[str, tuple[str, Any]] = {
-    "lora_r": ("r", positive),
-    "lora_alpha": ("lora_alpha", positive),
-    "lora_dropout": ("lora_dropout", number),
-    "lora_target_modules": ("target_modules", target_modules),
-    "lora_modules_to_save": ("modules_to_save", words),
-    "peft_use_rslora": ("use_rslora", boolean),
-    "peft_use_dora": ("use_dora", boolean),
-    "peft_init_lora_weights": ("init_lora_weights", _first_values),
-    "loraplus_lr_ratio": ("loraplus_lr_ratio", positive),
-    "lora_model_dir": ("adapter", one_folder),
-}
-
-
-def batch(r: Reading) -> None:
-    """Read the batch: axolotl's batch_size is that of a card, micro batches times accumulation (normalize_config)."""
-    micro, whole, steps = r.number("micro_batch_size"), r.number("batch_size"), r.number("gradient_accumulation_steps")
-    if micro is not None and micro > 0:
-        r.carry("train.per_device_train_batch_size", int(micro), "micro_batch_size")
-    if steps:
-        r.carry("train.gradient_accumulation_steps", int(steps), "gradient_accumulation_steps")
-        r.unneeded("micro_batch_size and gradient_accumulation_steps are the batch of a card", "batch_size")
-    elif whole and micro:
-        r.carry(
-            "train.gradient_accumulation_steps",
-            max(1, int(whole // micro)),
-            "batch_size",
-            note="batch_size / micro_batch_size, of each card",
-        )
-    else:
-        r.carry("train.gradient_accumulation_steps", 1)
-    r.refuse("it is no number of sequences", "micro_batch_size", "batch_size", "gradient_accumulation_steps")
-
-
-def precision(r: Reading) -> None:
-    """Read the number format; left to axolotl it is bf16 where the card has it."""
-    keys = tuple(key for key in ("bf16", "bfloat16", "fp16", "float16", "fp8", "float32") if r.given(key))
-    said = {key: str(r.value(key)).lower() for key in keys}
-    if said.get("fp8") == "true":
-        r.carry("train.precision", "fp8", *keys)
-    elif said.get("bf16") in ("true", "full") or said.get("bfloat16") == "true":
-        r.carry("train.precision", "bf16", *keys)
-    elif said.get("fp16") == "true" or said.get("float16") == "true":
-        r.carry("train.precision", "fp16", *keys)
-    elif said.get("bf16", "auto") == "auto" and said.get("float32") != "true":
-        r.unneeded("axolotl computes in bf16 where the card has it, and so does a job", *keys)
-    else:
-        r.carry("train.precision", "fp32", *keys)
-
-
-def packing(r: Reading) -> None:
-    """Read how documents become rows of sequence_len tokens."""
-    pretrains = any(key.startswith("pretraining_dataset") for key in r.leaves)
-    keys = ("sample_packing", "pad_to_sequence_len", "batch_flattening")
-    overlong = str(r.value("excess_length_strategy") or "drop").lower()
-    rows = {"drop": "drop", "truncate": "truncate", "raise": "refuse"}.get(overlong, "drop")
-    if r.is_on("sample_packing"):
-        apart = not pretrains or str(r.value("pretrain_multipack_attn")).lower() != "false"
-        packed(r, "separated" if apart else "wrapped", rows if not pretrains else "split", *keys)
-    else:
-        packed(r, "none", "truncate" if pretrains else rows, *keys)
-    r.unneeded("documents longer than a row are dealt with so", "excess_length_strategy")
-    same = r.is_on("eval_sample_packing") == r.is_on("sample_packing")
-    (r.unneeded if same else r.refuse)("validation data are packed as training data are", "eval_sample_packing")
-
-
-def data(r: Reading) -> None:
-    """Read the data sets: each has its columns and the strategy that makes documents of them."""
-    train = _sets(r, "datasets") + _sets(r, "pretraining_dataset")
-    validation = _sets(r, "test_datasets")
-    carry_data(r, train, validation)
-    share = r.number("val_size" if r.given("val_size") else "val_set_size")
-    if share is not None and 0 < share < 1 and not validation:
-        r.carry("data.validation_fraction", share, "val_set_size")
-    elif share and share >= 1:
-        r.refuse(
-            "a job holds out a share of the documents, not a number of them",
-            "val_set_size",
-            fix="Set data.validation_fraction",
-        )
-    r.unneeded("no documents are held out", "val_set_size")
-    if any(key.startswith("pretraining_dataset") for key in r.leaves) or r.is_on("streaming"):
-        r.carry("data.streaming", True, "streaming", note="as axolotl reads pretraining_dataset")
-    r.unneeded("the data are read whole", "streaming")
-    r.unneeded("each data set says which roles are trained on", "train_on_inputs")
-
-
-_PARTS = (
-    *("path", "name", "split", "revision", "type", "data_files", "ds_type", "field", "text_column", "field_messages"),
-    *("message_property_mappings", "message_field_role", "message_field_content", "roles_to_train", "train_on_eos"),
-    *("chat_template", "conversation"),
-)
-
-
-def _sets(r: Reading, section: str) -> list[DataSet]:
-    prefixes = dict.fromkeys(key.partition(".")[0] for key in r.leaves if key.startswith(f"{section}["))
-    return [found for prefix in prefixes if (found := _set(r, prefix)) is not None]
-
-
-def _set(r: Reading, prefix: str) -> DataSet | None:
-    def value(name: str) -> Any:
-        return r.value(f"{prefix}.{name}")
-
-    kind = value("type")
-    path, files = value("path"), as_list(value("data_files"))
-    keys = [
-        f"{prefix}.{name}"
-        for name in _PARTS
-        if name not in ("message_property_mappings", "train_on_eos", "chat_template", "conversation")
-    ]
-    layout = _layout(r, prefix, kind)
-    if isinstance(layout, str):
-        r.refuse(
-            layout,
-            *(key for key in r.leaves if key.startswith(f"{prefix}.")),
-            fix="Convert each record by a function of yours, data.preprocess",
-        )
-        return None
-    if path in ("json", "csv", "parquet", "text", "arrow") and len(files) == 1:
-        path = files[0]
-    elif files:
-        r.refuse(
-            "a job names a file itself",
-            f"{prefix}.data_files",
-            fix="Set the path to the file, or list the files in data.sources",
-        )
-    if path is None or isinstance(path, bool | list | Mapping) or not str(path):
-        r.refuse("it names no data set", *keys)
-        return None
-    _template_of(r, prefix)
-    format_, columns, loss_on, read = layout
-    split = value("split")
-    return DataSet(
-        path=str(path),
-        keys=(*keys, *read),
-        name=None if value("name") is None else str(value("name")),
-        revision=None if value("revision") is None else str(value("revision")),
-        split=None if split is None else str(split),
-        format=format_,
-        columns=columns,
-        loss_on=loss_on,
-    )
-
-
-def _layout(r: Reading, prefix: str, kind: Any) -> tuple[str, dict[str, str], Any, tuple[str, ...]] | str:
-    """Return format, columns, what counts in the loss and the further keys of a data set; or why a job cannot read it."""
-    everything = r.is_on("train_on_inputs")
-    name = "" if kind is None else str(kind).lower().partition(":")[0]
-    if isinstance(kind, Mapping) or f"{prefix}.type.field_instruction" in r.leaves:
-        return "a prompt of one's own has no equivalent"
-    if any(key.startswith(f"{prefix}.type.") for key in r.leaves):
-        return "a prompt of one's own has no equivalent"
-    if name == "":
-        return "tokens", {}, "all", ()
-    if name in ("completion", "pretrain"):
-        field = r.value(f"{prefix}.field") or r.value(f"{prefix}.text_column") or "text"
-        return "text", ({} if field == "text" else {"text": str(field)}), "all", ()
-    if name == "alpaca":
-        return "prompt_completion", {}, ("all" if everything else "completion"), ("train_on_inputs",)
-    if name.startswith("sharegpt"):
-        return "messages", {}, ("all" if everything else "assistant"), ("train_on_inputs", f"{prefix}.conversation")
-    if name.startswith("chat_template"):
-        return _chat(r, prefix)
-    return f"a job has no strategy {name}"
-
-
-def _chat(r: Reading, prefix: str) -> tuple[str, dict[str, str], Any, tuple[str, ...]] | str:
-    mapping = r.value(f"{prefix}.message_property_mappings")
-    names = dict(mapping) if isinstance(mapping, Mapping) else {}
-    role = names.get("role") or r.value(f"{prefix}.message_field_role") or "role"
-    content = names.get("content") or r.value(f"{prefix}.message_field_content") or "content"
-    field = str(r.value(f"{prefix}.field_messages") or "messages")
-    ours = {("role", "content"): "messages", ("from", "value"): "conversations"}.get((role, content))
-    if ours is None:
-        return f"messages of {role} and {content} are neither messages nor ShareGPT's conversations"
-    if (ends := r.value(f"{prefix}.train_on_eos")) not in (None, "turn"):
-        r.refuse(f"a turn that counts ends with its mark, and no other mark counts ({ends})", f"{prefix}.train_on_eos")
-    r.unneeded("a turn that counts ends with its mark", f"{prefix}.train_on_eos")
-    roles = as_list(r.value(f"{prefix}.roles_to_train")) or ["assistant"]
-    roles = [{"gpt": "assistant", "human": "user"}.get(each, each) for each in roles]
-    loss_on: Any = "assistant" if roles == ["assistant"] else roles
-    return "messages", ({} if field == ours else {ours: field}), loss_on, (f"{prefix}.message_property_mappings",)
-
-
-def _template_of(r: Reading, prefix: str) -> None:
-    key = f"{prefix}.chat_template"
-    name = r.value(key)
-    if name in (None, "tokenizer_default"):
-        r.unneeded("it is the tokenizer's own", key)
-    elif name == "chatml":
-        r.carry("data.chat_template", "chatml", key)
-    else:
-        r.refuse(_TEMPLATES, key, fix=_TEMPLATE_FIX)
-
-
-_TEMPLATES = "a job has the tokenizer's template, chatml, or a file of Jinja"
-_TEMPLATE_FIX = "Keep the tokenizer's own template, which for the model's instruct version is the same text, or name a file in data.chat_template"
-
-
-def template(r: Reading) -> None:
-    """Read the chat template."""
-    name, jinja = r.value("chat_template"), r.value("chat_template_jinja")
-    if jinja is not None and str(jinja).endswith((".jinja", ".jinja2", ".j2")):
-        r.carry("data.chat_template", str(jinja), "chat_template_jinja", "chat_template")
-    elif jinja is not None:
-        r.refuse(
-            "a job takes a template from a file",
-            "chat_template_jinja",
-            "chat_template",
-            fix="Write it to a file, and name that in data.chat_template",
-        )
-    elif name == "tokenizer_default":
-        r.unneeded("it is the tokenizer's own", "chat_template")
-    elif name in ("chatml", "tokenizer_default_fallback_chatml"):
-        note = "" if name == "chatml" else "also where the tokenizer has one: leave data.chat_template out to keep that"
-        r.carry("data.chat_template", "chatml", "chat_template", note=note)
-    elif name is not None:
-        r.refuse(_TEMPLATES, "chat_template", fix=_TEMPLATE_FIX)
-
-
-def rates(r: Reading) -> None:
-    """Read rate, schedule and warm-up; axolotl's cosine may end above 0, and its warm-up is 3 % of the steps, of at most 100."""
-    rate(r)
-    lowest = r.number("cosine_min_lr_ratio")
-    if lowest and str(r.value("lr_scheduler_type")) == "cosine":
-        r.carry("train.lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler_type", "cosine_min_lr_ratio")
-        r.carry("train.min_learning_rate_ratio", lowest, "cosine_min_lr_ratio")
-        r.unneeded("the lowest rate is said by cosine_min_lr_ratio", "lr_scheduler_kwargs")
-    else:
-        shape(r)
-        r.unneeded("the schedule is not the cosine, or it ends at 0", "cosine_min_lr_ratio")
-    warmup(r)
-    if (
-        not r.given("warmup_steps")
-        and not r.given("warmup_ratio")
-        and r.draft.get("train.lr_scheduler_type") != "constant"
-    ):
-        r.carry("train.warmup_ratio", 0.03, note="default of axolotl, which warms up for 100 steps at most")
-
-
-def saving(r: Reading) -> None:
-    """Read when checkpoints are written: by steps, several in an epoch, or each epoch."""
-    keys = ("save_strategy", "save_steps", "saves_per_epoch")
-    epochs = r.draft.get("train.max_steps") is None
-    strategy_ = str(r.value("save_strategy") or "").lower()
-    if (steps := r.number("save_steps")) is not None and steps > 0:
-        r.carry("train.save_steps", steps, "save_steps")
-    elif (times := r.number("saves_per_epoch")) and epochs:
-        r.carry("train.saves_per_epoch", times, "saves_per_epoch")
-    elif strategy_ in ("no", "false"):
-        r.refuse(
-            "a job writes a checkpoint at the end in any case",
-            "save_strategy",
-            fix="Set train.save_steps above the length of the run",
-        )
-    elif epochs and strategy_ in ("", "epoch"):
-        r.carry("train.saves_per_epoch", 1, "save_strategy")
-    else:
-        r.refuse("a run whose length is in steps saves by steps", *keys, fix="Set train.save_steps")
-    r.unneeded("another key says when checkpoints are written", *keys)
-
-
-def evaluating(r: Reading) -> None:
-    """Read when the model is evaluated."""
-    keys = ("eval_strategy", "evaluation_strategy", "eval_steps", "evals_per_epoch", "eval_on_start")
-    epochs = r.draft.get("train.max_steps") is None
-    if not has_validation(r):
-        r.unneeded("there are no validation data", *keys)
-        return
-    if (steps := r.number("eval_steps")) is not None and steps > 0:
-        r.carry("train.eval_steps", steps, "eval_steps")
-    elif (times := r.number("evals_per_epoch")) and epochs:
-        r.carry("train.evals_per_epoch", times, "evals_per_epoch")
-    elif str(r.value("eval_strategy") or r.value("evaluation_strategy")) == "epoch" and epochs:
-        r.carry("train.evals_per_epoch", 1, "eval_strategy", "evaluation_strategy")
-    elif epochs is False and (r.given("evals_per_epoch") or r.given("eval_strategy")):
-        r.refuse(
-            "a run whose length is in steps evaluates by steps",
-            "evals_per_epoch",
-            "eval_strategy",
-            fix="Set train.eval_steps",
-        )
-    r.unneeded("another key says when the model is evaluated", *keys)
-
-
-def attention(r: Reading) -> None:
-    """Read the kernel of attention, a switch for each or one name."""
-    switches = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}
-    on = [key for key in switches if r.is_on(key)]
-    if on:
-        r.carry("train.attention", switches[on[0]], on[0])
-    name = r.value("attn_implementation")
-    if name is not None and str(name) in (*switches.values(), "flash_attn"):
-        r.carry("train.attention", {"flash_attn": "flash_attention_2"}.get(str(name), str(name)), "attn_implementation")
-    elif name is not None:
-        r.refuse(
-            f"a job has no attention {name}",
-            "attn_implementation",
-            fix="train.attention may be eager, sdpa or flash_attention_2",
-        )
-    r.unneeded("it is off", *switches)
-
-
-def liger(r: Reading) -> None:
-    """Read the plugins: Liger's kernels are the one that a job has."""
-    names = as_list(r.value("plugins"))
-    has_liger = any("liger" in name.lower() for name in names)
-    switches = ("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_layer_norm")
-    losses = ("liger_fused_linear_cross_entropy", "liger_cross_entropy")
-    if has_liger and r.is_on("liger_fused_linear_cross_entropy"):
-        r.carry("train.loss", "liger", "liger_fused_linear_cross_entropy")
-    elif has_liger and r.is_on("liger_cross_entropy"):
-        r.carry("train.loss", "liger", "liger_cross_entropy", note="which also fuses the head, for less memory")
-    if has_liger and any(r.is_on(key) for key in switches):
-        r.carry("train.kernels", "liger", *(key for key in switches if r.is_on(key)))
-    cut = any("cut_cross_entropy" in name for name in names)
-    if cut and str(r.value("cut_cross_entropy")).lower() != "false":
-        r.carry("train.loss", "chunked", "cut_cross_entropy", note="which also never holds all logits")
-    other = [name for name in names if "liger" not in name.lower() and "cut_cross_entropy" not in name]
-    if other:
-        r.refuse(f"a job has no plugins: {', '.join(other)}", "plugins")
-    r.unneeded("its kernels are carried one by one", "plugins")
-    r.unneeded("rotary embeddings are the model's own", "liger_rope")
-    r.unneeded("it is off", *switches, *losses, "cut_cross_entropy")
-
-
-def trackers(r: Reading) -> None:
-    """Read the trackers, each of which has a switch or a project."""
-    found = []
-    keys = []
-    for name, marks in (
-        ("wandb", ("use_wandb", "wandb_project")),
-        ("mlflow", ("use_mlflow", "mlflow_experiment_name")),
-        ("tensorboard", ("use_tensorboard",)),
-        ("trackio", ("use_trackio",)),
-    ):
-        if str(r.value(marks[0])).lower() != "false" and any(r.value(mark) not in (None, "", False) for mark in marks):
-            found.append(name)
-            keys += [mark for mark in marks if r.given(mark)]
-    if found and str(r.value("wandb_mode")) != "disabled":
-        r.carry("train.report_to", found, *keys)
-    r.unneeded(
-        "the tracker is off",
-        "use_wandb",
-        "wandb_project",
-        "use_mlflow",
-        "mlflow_experiment_name",
-        "use_tensorboard",
-        "use_trackio",
-    )
-    fix = "Set WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY or MLFLOW_TRACKING_URI"
-    details = (
-        "wandb_name",
-        "wandb_entity",
-        "wandb_run_id",
-        "wandb_mode",
-        "wandb_watch",
-        "wandb_log_model",
-        "mlflow_tracking_uri",
-        "mlflow_run_name",
-    )
-    for key in details:
-        if r.value(key) in (None, "", "false"):
-            r.unneeded("it is empty", key)
-    r.refuse("a tracker's settings are its own environment variables", *details, fix=fix)
-
-
-def hub(r: Reading) -> None:
-    """Read the repository to which the result is uploaded, which axolotl makes private."""
-    if r.given("hub_model_id"):
-        r.carry("train.push_to_hub", str(r.value("hub_model_id")), "hub_model_id")
-    r.unneeded(
-        "a job uploads the export of the finished run, to a private repository", "hub_strategy", "hub_private_repo"
-    )
-
-
-def offloading(r: Reading) -> None:
-    """Read activations in host memory, which recompute as well."""
-    if str(r.value("activation_offloading")).lower() in ("true", "legacy"):
-        r.carry("train.gradient_checkpointing", True, "activation_offloading")
-        r.carry("parallel.offload", "activations-cpu", "activation_offloading")
-    r.unneeded("activations stay on the card", "activation_offloading")
-
-
-def ranks(r: Reading) -> None:
-    """Read axes of ranks that share a layer or a sequence."""
-    if (size := r.number("tensor_parallel_size")) and size > 1:
-        r.carry("parallel.tensor", int(size), "tensor_parallel_size")
-    r.unneeded("each rank has whole layers", "tensor_parallel_size")
-    if (size := r.number("dp_replicate_size")) and size > 1 and r.draft.get("parallel.strategy") == "fsdp2":
-        r.carry("parallel.fsdp2.dp_replicate_size", int(size), "dp_replicate_size")
-    r.unneeded("the number of ranks decides", "dp_replicate_size", "dp_shard_size")
-
-
-def tokens(r: Reading) -> None:
-    """Read tokens that are added to the tokenizer."""
-    if r.given("tokens"):
-        r.carry("model.added_tokens", words(r.value("tokens")), "tokens")
-    extra = as_list(r.value("special_tokens.additional_special_tokens"))
-    if extra:
-        r.carry("model.added_special_tokens", extra, "special_tokens.additional_special_tokens")
-    if r.is_on("resize_token_embeddings_to_32x"):
-        r.carry("model.pad_vocab_to_multiple_of", 32, "resize_token_embeddings_to_32x")
-    r.unneeded("padding does not count in the loss", "special_tokens.pad_token")
-    fix = "Set model.tokenizer to one that has them; `toolkit data JOB` shows how rows begin and end"
-    r.refuse(
-        "a job has the tokenizer's own marks",
-        "special_tokens.bos_token",
-        "special_tokens.eos_token",
-        "special_tokens.unk_token",
-        fix=fix,
-    )
-    r.unneeded("the embedding keeps its rows", "resize_token_embeddings_to_32x")
-
+from toolkit.migration.values import boolean, number, positive, text
 
 _ROWS: tuple[Row, ...] = (
     carried("base_model", "model.name", convert=text),
@@ -596,7 +154,7 @@ AXOLOTL = Table(
         Subject(
             keys=(
                 *("val_set_size", "train_on_inputs", "streaming"),
-                *(f"{section}[].{part}" for section in ("datasets", "test_datasets", "pretraining_dataset") for part in _PARTS),
+                *(f"{section}[].{part}" for section in ("datasets", "test_datasets", "pretraining_dataset") for part in PARTS),
             ),
             to=("data.train", "data.sources", "data.eval", "data.validation_fraction", "data.loss_on"),
             says="`alpaca`, `chat_template`, `sharegpt`, `completion` and tokens, with their columns and the roles that count. Other strategies are not carried.",

@@ -14,6 +14,7 @@ from toolkit.deepspeed_spec.job_section import HOMES, UNSUPPORTED, job_keys
 from toolkit.deepspeed_spec.nested import is_inside, lookup, without
 from toolkit.deepspeed_spec.old_keys import REMOVED
 from toolkit.deepspeed_spec.validation import read_config
+from toolkit.migration.deepspeed_schedule import schedule, sets_peak
 from toolkit.migration.reading import Reading, as_number
 from toolkit.migration.table import Row, Subject, Table
 from toolkit.migration.values import boolean
@@ -148,8 +149,12 @@ def optimizer(r: Reading) -> None:
         ("momentum", "momentum"),
     ):
         value = as_number(r.value(f"optimizer.params.{key}"))
-        if value is not None:
+        if value is not None and key == "lr" and sets_peak(r):
+            r.unneeded("the schedule sets the rate from its first step", "optimizer.params.lr")
+        elif value is not None:
             r.carry(f"train.{target}", value, f"optimizer.params.{key}")
+    if not r.together.trainer and not r.given("optimizer.params.lr") and not sets_peak(r):
+        r.carry("train.learning_rate", 1e-3, note="DeepSpeed's default of its optimizers")
     betas = r.value("optimizer.params.betas")
     if isinstance(betas, list) and len(betas) == 2 and None not in (pair := [as_number(each) for each in betas]):
         r.carry("train.adam_beta1", pair[0], "optimizer.params.betas")
@@ -164,61 +169,6 @@ def optimizer(r: Reading) -> None:
     )
     r.refuse(
         "a job has no such option of its optimizers",
-        *(key for key in mine if key not in r.entries and not is_auto(r.value(key))),
-    )
-
-
-def schedule(r: Reading) -> None:
-    """Read DeepSpeed's schedule as the one of transformers with the same shape."""
-    kind, mine = r.value("scheduler.type"), [key for key in r.leaves if key.startswith("scheduler.")]
-    if kind is None:
-        if not r.together.trainer and mine == []:
-            r.carry("train.lr_scheduler_type", "constant", note="DeepSpeed has no schedule where its file has none")
-        return
-    shapes = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    lowest = as_number(r.value("scheduler.params.warmup_min_lr")) or as_number(
-        r.value("scheduler.params.warmup_min_ratio")
-    )
-    if str(kind) not in shapes or lowest:
-        fix = "train.lr_scheduler_type may be constant_with_warmup, linear or cosine, whose warm-up begins at 0"
-        r.refuse(f"a job has no schedule {kind} of that kind", *mine, fix=fix)
-        return
-    shape = shapes[str(kind)]
-    ends = as_number(r.value("scheduler.params.cos_min_ratio")) if kind == "WarmupCosineLR" else None
-    note = (
-        ""
-        if r.value("scheduler.params.warmup_type") == "linear" or kind == "WarmupCosineLR"
-        else "the warm-up is a line; DeepSpeed's is a logarithm unless warmup_type is linear"
-    )
-    if ends or (kind == "WarmupCosineLR" and ends is None):
-        r.carry("train.lr_scheduler_type", "cosine_with_min_lr", "scheduler.type", note=note)
-        r.carry("train.min_learning_rate_ratio", ends or 1e-4, "scheduler.params.cos_min_ratio")
-    else:
-        r.carry("train.lr_scheduler_type", shape, "scheduler.type", "scheduler.params.cos_min_ratio", note=note)
-    steps = r.number("scheduler.params.warmup_num_steps")
-    if steps is not None:
-        r.carry("train.warmup_steps", int(steps), "scheduler.params.warmup_num_steps")
-    elif r.together.trainer is False:
-        r.carry("train.warmup_steps", 1000, note="DeepSpeed's default of warmup_num_steps")
-    peak = as_number(r.value("scheduler.params.warmup_max_lr"))
-    if peak is not None and peak > 0:
-        r.carry("train.learning_rate", peak, "scheduler.params.warmup_max_lr")
-    total = r.number("scheduler.params.total_num_steps")
-    if total is not None and not r.together.trainer:
-        r.carry("train.max_steps", int(total), "scheduler.params.total_num_steps")
-    elif total is not None:
-        r.refuse("a schedule ends with the run", "scheduler.params.total_num_steps", fix="Set train.max_steps to it")
-    r.unneeded(
-        "the warm-up begins at 0",
-        *(
-            key
-            for key in ("scheduler.params.warmup_min_lr", "scheduler.params.warmup_min_ratio")
-            if as_number(r.value(key)) == 0
-        ),
-    )
-    r.unneeded("it is said by the schedule", "scheduler.params.warmup_type")
-    r.refuse(
-        "a job has no such option of its schedules",
         *(key for key in mine if key not in r.entries and not is_auto(r.value(key))),
     )
 

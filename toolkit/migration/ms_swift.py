@@ -14,8 +14,13 @@ from toolkit.migration.datasets import DataSet, adapters, carry_data, packed
 from toolkit.migration.outcomes import shown
 from toolkit.migration.reading import Reading, as_list, as_number
 from toolkit.migration.table import Row, Subject, Table, carried, not_carried, not_needed
-from toolkit.migration.trainer import DEFAULTS, ROWS, SUBJECTS, has_validation
-from toolkit.migration.trainer import evaluating as trainers_evaluating
+from toolkit.migration.trainer import DEFAULTS, ROWS, SUBJECTS
+from toolkit.migration.trainer_run import (
+    evaluating as trainers_evaluating,
+)
+from toolkit.migration.trainer_run import (
+    has_validation,
+)
 from toolkit.migration.values import (
     ATTENTION,
     PRECISION_OF_DTYPE,

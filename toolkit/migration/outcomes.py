@@ -18,6 +18,7 @@ class Leaf:
     Args:
         key: Its path, such as `datasets[0].path`; without dashes for an option of a command line.
         section: Section of the file that is a file of its own to another tool, with a dot; empty mostly.
+        is_option: Whether it stands on a command line, which wins over files.
         value: The value.
         file: Name of the file, as the user named it.
         line: Its line; None where that is not known.
@@ -28,6 +29,7 @@ class Leaf:
     file: str
     line: int | None = None
     section: str = ""
+    is_option: bool = False
 
     @property
     def path(self) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from toolkit.migration.accelerate import LAUNCHER
-from toolkit.migration.sources import TABLES
+from toolkit.migration.detection import TABLES
+from toolkit.migration.launcher import LAUNCHER
 from toolkit.migration.table import Row, Subject, Table
 from toolkit.migration.trainer import TRAINER
 

@@ -11,7 +11,10 @@ from typing import Any
 from toolkit.migration.datasets import DataSet, adapters, carry_data, packed
 from toolkit.migration.reading import Reading, as_list
 from toolkit.migration.table import Row, Subject, Table, carried, not_carried, not_needed
-from toolkit.migration.trainer import DEFAULTS, ROWS, SUBJECTS, offload_activations
+from toolkit.migration.trainer import DEFAULTS, ROWS, SUBJECTS
+from toolkit.migration.trainer_subjects import (
+    offload_activations,
+)
 from toolkit.migration.values import ATTENTION, boolean, number, positive, target_modules, text, words
 
 # What peft adapts where no layers are named: query and value projections of most architectures (peft utils/constants.py).

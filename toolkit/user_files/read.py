@@ -144,7 +144,9 @@ def _checked(kind: Kind | None, keys: Mapping[str, Any], *, name: str) -> Kind:
             code="FILE_KIND",
             key=name,
             message=f"{name} {what}",
-            fix=f"Name one of these: {known}",
+            fix=f"`toolkit migrate {name}` makes a job of it; or name one of these: {known}"
+            if tool
+            else f"Name one of these: {known}",
         )
     return kind
 
