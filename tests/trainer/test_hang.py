@@ -100,6 +100,32 @@ def test_a_stopped_rank_is_named_and_nothing_runs_on(root, stopped, torchrun):
 
 
 @pytest.mark.full
+def test_a_stopped_rank_of_another_node_is_named(root):
+    """Two agents of torchrun, as on two machines, each with a rank."""
+    values = {"max_steps": 100_000, "save_steps": 10, "save_total_limit": 2, "hang_timeout_minutes": SECONDS / 60}
+    job = write_job(root, "nodes", train=values, cluster={"nodes": 2, "gpus_per_node": 1})
+    meet = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *meet, "-m", "toolkit", "train", str(job)]
+    agents = [
+        subprocess.Popen(
+            command, cwd=root, env={**os.environ, **QUICK}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    wait_for_step(root / "nodes", 12, agents[0])
+    rank = next(
+        child for agent in agents for child in psutil.Process(agent.pid).children() if child.environ()["RANK"] == "1"
+    )
+    rank.send_signal(signal.SIGSTOP)
+    ends = [agent.communicate(timeout=60) for agent in agents]
+    assert [agent.returncode for agent in agents] == [1, 1]
+    told = next(err for _, err in ends if "[RUN_HANG]" in err)
+    assert "rank 1 has not responded" in told
+    assert f"process {rank.pid} on " in told
+    assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.full
 def test_a_deadlock_in_a_hook_is_named_with_its_line(root):
     process = start(root, job_of(root, "deadlock", callbacks=["hang_hooks:Deadlocked"]), torchrun=False)
     out, err = process.communicate(timeout=100)

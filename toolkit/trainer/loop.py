@@ -56,6 +56,8 @@ def train(
 ) -> TrainResult:
     """Train a plan from its data section to its last checkpoint. Call it on every rank, under any launcher.
 
+    A run of several ranks that hangs is ended with its processes, after `train.hang_timeout_minutes` of the plan: 0 leaves them.
+
     Ctrl-C, SIGTERM, SIGHUP and SIGUSR2, on any rank, end the run after the current step and a save; SIGUSR1 saves after it and
     goes on.
 
