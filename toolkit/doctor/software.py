@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from toolkit.doctor.findings import Finding, found
+from toolkit.launch.accelerators import AMD, other_accelerators
 from toolkit.launch.extensions import installed_libraries
 from toolkit.version import version_of
 
@@ -99,13 +100,12 @@ def driver_fit(driver: str, runs: tuple[int, int], built: str | None, num_cards:
 
 def _no_driver(error: Exception) -> Finding:
     there = [path for path in _DEVICES if Path(path).exists()]
-    amd = (
-        "; /dev/kfd is there: probes of AMD's cards are not offered, jobs may use them"
-        if Path("/dev/kfd").exists()
-        else ""
+    others = "".join(
+        f"; it has {name}, {'which is not probed, and jobs may use' if name == AMD else 'which the toolkit does not use'}"
+        for name in other_accelerators()
     )
     if not there:
-        return found("DRIVER_ABSENT", f"no NVIDIA GPU can be used on this machine: {error}{amd}")
+        return found("DRIVER_ABSENT", f"no NVIDIA GPU can be used on this machine: {error}{others}")
     hint = "Start the container with `--gpus all` and NVIDIA_DRIVER_CAPABILITIES=compute,utility"
     if "mismatch" in str(error).lower():
         hint = "The driver was updated beneath running programs: reboot, or `sudo rmmod nvidia_uvm nvidia && sudo modprobe nvidia_uvm`"
