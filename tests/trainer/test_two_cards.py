@@ -156,7 +156,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named(root: Path, parallel: dict[str
     victim = next(child for child in workers if rank_of(child) == str(stopped))
     victim.send_signal(signal.SIGSTOP)
     start = time.monotonic()
-    out, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=200)
     assert time.monotonic() - start < 60 * HANG_MINUTES + 10
     assert process.returncode == 3, err
     assert "[RUN_HANG]" in err

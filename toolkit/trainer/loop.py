@@ -120,7 +120,7 @@ def train_within(
         with ExitStack() as stack:
             told = last_words(plan, log_dir=log_dir, go_on=go_on)
             logs = plan.output_dir / LOGS
-            stack.enter_context(
+            keep_stacks = stack.enter_context(
                 watching(world, minutes=minutes, folder=logs, on_hang=told, ends_silent=log_dir is None)
             )
             stack.enter_context(naming_lost_nodes(world.nodes))
@@ -128,6 +128,7 @@ def train_within(
                 own: Reporter = Terminal() if world.is_main else Silent()
                 reporter = stack.enter_context(own)
             point = begin_together(plan, world, resume=resume, convert=convert, held=stack, say=reporter.say)
+            keep_stacks()
             plan = _built(plan, world, reporter, point)  # before the data are read, which may take long
             skips = resume == AUTO
             return _train(plan, world, reporter, point, skips=skips, convert=convert, limits=limits, attach=join)

@@ -94,7 +94,8 @@ def scene(rank: int, body: Callable[[World], None], folder: str) -> str:
         (Path(folder) / f"{rank}.json").write_text(json.dumps({"tells": tells, **problem.as_dict()}))
         return 3
 
-    with watching(world, minutes=SECONDS / 60, folder=Path(folder) / "logs", on_hang=on_hang):
+    with watching(world, minutes=SECONDS / 60, folder=Path(folder) / "logs", on_hang=on_hang) as keep_stacks:
+        keep_stacks()
         for number in range(3):
             with world.progress.step(number):
                 dist.all_reduce(torch.ones(2))

@@ -31,10 +31,13 @@ class Stacks:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
         self._file: TextIO | None = None
+
+    def open(self) -> None:
+        """Make the folder and the file for stacks that are written without the watch; remove those of an earlier run."""
         with suppress(OSError):
-            make_folder(folder)
-            self._kept(rank).unlink(missing_ok=True)
-            self._file = self._unasked(rank).open("w", encoding="utf-8")
+            make_folder(self._folder)
+            self._kept(self._rank).unlink(missing_ok=True)
+            self._file = self._unasked(self._rank).open("w", encoding="utf-8")
 
     def put_off(self, seconds: float) -> None:
         """Have the stacks written in so many seconds, unless this is called before; it replaces a call of the user's."""

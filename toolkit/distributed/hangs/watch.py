@@ -48,7 +48,7 @@ OnHang = Callable[[RunError, bool], int]
 @contextmanager
 def watching(
     world: World, *, minutes: float, folder: Path, on_hang: OnHang, ends_silent: bool = True
-) -> Iterator[None]:
+) -> Iterator[Callable[[], None]]:
     """End this process, and all that run this, if no rank makes progress for `minutes` and none may take longer.
 
     Args:
@@ -57,14 +57,17 @@ def watching(
         folder: Folder for the Python stacks of the ranks of a run that hangs.
         on_hang: Called on each rank that still answers, before it ends.
         ends_silent: Whether to kill silent ranks of this machine, where no launcher does so at once.
+
+    Yields:
+        A function to call once files may be written in `folder`.
     """
     if minutes == 0 or world.size == 1:
-        yield
+        yield lambda: None
         return
     watch = _Watch(world, seconds=60 * minutes, folder=folder, on_hang=on_hang, ends_silent=ends_silent)
     watch.start()
     try:
-        yield
+        yield watch.keep_stacks
     except BaseException:
         watch.stop()
         raise
@@ -101,6 +104,11 @@ class _Watch:
         self._publish(0)  # here, so that a rank that is stopped at once is known
         for thread in self._threads:
             thread.start()
+
+    def keep_stacks(self) -> None:
+        """Have the stacks of this rank written also if a library lets no Python thread of it run."""
+        self._stacks.open()
+        self._stacks.put_off(_STACKS_SHARE * self._seconds)
 
     def stop(self, *, together: bool = False) -> None:
         """Stop, unless this rank is being ended; threads that wait for the store are left to it.
