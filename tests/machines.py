@@ -32,12 +32,14 @@ class Machine:
         name: Host name, which each of the machines can resolve.
         namespace: Name of its network namespace.
         address: Address on the cable.
+        cable: Name of its end of the cable.
         hosts: Its /etc/hosts. As Debian writes it: its own name is 127.0.1.1 there, which leads nowhere from elsewhere.
     """
 
     name: str
     namespace: str
     address: str
+    cable: str
     hosts: Path
 
     def command(self, argv: Sequence[str | Path]) -> list[str]:
@@ -54,6 +56,10 @@ class Machine:
     def processes(self) -> list[int]:
         """The ids of all processes on this machine."""
         return [int(line) for line in _ip("netns", "pids", self.namespace).split()]
+
+    def unplug(self) -> None:
+        """Pull the cable: the other machine hears nothing more, not even that a connection is closed."""
+        _ip("-n", self.namespace, "link", "set", self.cable, "down")
 
     def power_off(self) -> None:
         """Kill whatever runs here; the cable stays, and says of each connection that nobody has it."""
@@ -106,7 +112,13 @@ def two_machines(folder: Path) -> Iterator[tuple[Machine, Machine]]:
     """Make node0 and node1, for as long as the `with` block lasts."""
     pid = os.getpid()
     machines = tuple(
-        Machine(name=f"node{n}", namespace=f"t{pid}n{n}", address=f"10.77.0.{n + 1}", hosts=folder / f"hosts{n}")
+        Machine(
+            name=f"node{n}",
+            namespace=f"t{pid}n{n}",
+            address=f"10.77.0.{n + 1}",
+            cable=f"t{pid}c{n}",
+            hosts=folder / f"hosts{n}",
+        )
         for n in (0, 1)
     )
     first, second = machines
@@ -115,23 +127,11 @@ def two_machines(folder: Path) -> Iterator[tuple[Machine, Machine]]:
             machine.hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n{other.address} {other.name}\n")
             _ip("netns", "add", machine.namespace)
             stack.callback(_remove, machine)
-        _ip(
-            "link",
-            "add",
-            f"v{pid}",
-            "netns",
-            first.namespace,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            f"w{pid}",
-            "netns",
-            second.namespace,
-        )
-        for machine, end in ((first, f"v{pid}"), (second, f"w{pid}")):
-            _ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev", end)
-            for name in ("lo", end):
+        ends = [("netns", machine.namespace, "type", "veth") for machine in machines]
+        _ip("link", "add", first.cable, *ends[0], "peer", "name", second.cable, *ends[1][:2])
+        for machine in machines:
+            _ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev", machine.cable)
+            for name in ("lo", machine.cable):
                 _ip("-n", machine.namespace, "link", "set", name, "up")
         yield machines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -18,7 +19,7 @@ from ranks import QUICK
 from train_jobs import curve, hears_interrupts, write_inputs, write_job
 
 from toolkit.launch.hosts import Host
-from toolkit.launch.over_ssh import address_of_first, sent_environment
+from toolkit.launch.over_ssh import SILENCE_SECONDS, address_of_first, sent_environment
 
 needs_machines = pytest.mark.skipif(bool(why_none()), reason=why_none())
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin") or ""
@@ -100,13 +101,18 @@ def wait_until(done, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
+def running(node: Machine, word: bytes) -> list[int]:
+    """The processes on a machine that have this word in their command line."""
+    found = []
+    for pid in node.processes():
+        with contextlib.suppress(OSError):  # it has just ended
+            found += [pid] if word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") else []
+    return found
+
+
 def launcher(node: Machine) -> int:
     """The process of `toolkit launch` itself, which the shell that entered the machine has become."""
-    for pid in node.processes():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"--hosts" in words:
-            return pid
-    raise AssertionError("no launcher")
+    return running(node, b"--hosts")[0]
 
 
 def up(folder: Path) -> bool:
@@ -189,19 +195,30 @@ def test_a_real_sshd(folder, nodes):
     known = f"-i {folder / 'user'} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
     (folder / "bin" / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} {known} "$@"\n')
     (folder / "bin" / "ssh").chmod(0o755)
-    with subprocess.Popen(nodes[1].command(server), stderr=subprocess.PIPE, text=True) as listening:
-        assert listening.stderr is not None
-        while "listening on 0.0.0.0" not in (line := listening.stderr.readline()):
-            assert line
-        out, err = start(folder, nodes[0], HELLO).communicate(timeout=100)
-        assert "node0 | rank 0 on node0 heard 1@node0:1 2@node1:0 3@node1:1 secret s3cret []\n" in out, err
-        process = start(folder, nodes[0], WAITS)
-        wait_until(lambda: up(folder) or process.poll() is not None)
-        os.kill(launcher(nodes[0]), signal.SIGKILL)
-        process.communicate(timeout=60)
-        wait_until(lambda: not nodes[0].processes() and len(nodes[1].processes()) == 1, 30)
-        listening.terminate()
-        nodes[1].power_off()
+    listening = subprocess.Popen(nodes[1].command(server), stderr=subprocess.PIPE, text=True)
+    assert listening.stderr is not None
+    while "listening on 0.0.0.0" not in (line := listening.stderr.readline()):
+        assert line
+    out, err = start(folder, nodes[0], HELLO).communicate(timeout=100)
+    assert "node0 | rank 0 on node0 heard 1@node0:1 2@node1:0 3@node1:1 secret s3cret []\n" in out, err
+    process = start(folder, nodes[0], WAITS)
+    wait_until(lambda: up(folder) or process.poll() is not None)
+    os.kill(launcher(nodes[0]), signal.SIGKILL)
+    process.communicate(timeout=60)
+    wait_until(lambda: not nodes[0].processes() and len(nodes[1].processes()) == 1, 30)
+
+    for file in folder.glob("up-*"):
+        file.unlink()
+    process = start(folder, nodes[0], WAITS)
+    wait_until(lambda: up(folder) or process.poll() is not None)
+    nodes[1].unplug()
+    began = time.monotonic()
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 3, err
+    assert time.monotonic() - began < 60, "ssh asks every five seconds, three times"
+    assert "[NODE_SSH]" in err
+    assert running(nodes[1], b"script.py")
+    wait_until(lambda: not running(nodes[1], b"script.py"), SILENCE_SECONDS + 20)
 
 
 @needs_machines
