@@ -90,7 +90,7 @@ def print_problems(problems: Iterable[Problem], *, as_json: bool) -> None:
         print_json({"problems": [problem.as_dict() for problem in found]})
         return
     for problem in found:
-        _print_marked("error", problem.with_key, style="bold red")
+        print_marked("error", problem.with_key, style="bold red")
     if len(found) > 1:
         print(f"{len(found)} problems", file=sys.stderr)
 
@@ -98,7 +98,7 @@ def print_problems(problems: Iterable[Problem], *, as_json: bool) -> None:
 def warn(lines: Iterable[str]) -> None:
     """Print warnings on stderr, one line each."""
     for line in lines:
-        _print_marked("warning", one_line(line), style="bold yellow")
+        print_marked("warning", one_line(line), style="bold yellow")
 
 
 def say(line: str) -> None:
@@ -106,7 +106,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _print_marked(mark: str, line: str, *, style: str) -> None:
+def print_marked(mark: str, line: str, *, style: str) -> None:
     """Print a line on stderr after a coloured word; rich is imported only if there are colours."""
     if not sys.stderr.isatty():
         print(f"{mark}: {line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`toolkit validate`: every problem of a job at once, or its resolved plan."""
+"""`toolkit validate`: every problem of a job at once, or its resolved plan; every problem of a user's own files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption
+from toolkit.cli.options import Interaction, JsonOption, SetOption
 from toolkit.cli.output import new_table, print_fields, print_json, print_table, warn
 from toolkit.cli.summary import plan_fields
 
@@ -22,8 +22,25 @@ def register(app: typer.Typer) -> None:
     app.command()(validate)
 
 
+def _note_only_job(context: typer.Context, value: list[str] | None) -> list[str] | None:
+    """Record the job file, whose lines errors name, if there is one argument."""
+    if isinstance(context.obj, Interaction):
+        context.obj.job = Path(value[0]) if value and len(value) == 1 else None
+    return value
+
+
 def validate(
-    job: OptionalJobArgument = None,
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB | FILE...]",
+            help="Job file, or a plan.json that `toolkit emit` wrote. Or your own files, checked as they will run together: "
+            "DeepSpeed JSON, Accelerate YAML, arguments of Trainer or TRL, hostfile, .deepspeed_env, scripts for a shell or "
+            "sbatch, or a launch command in quotes.",
+            show_default=False,
+            callback=_note_only_job,
+        ),
+    ] = None,
     overrides: SetOption = None,
     explain: Annotated[bool, typer.Option("--explain", help="List every value with its source and reason.")] = False,
     keys: Annotated[
@@ -32,19 +49,29 @@ def validate(
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of a job file, for editors that check YAML.")
     ] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Write corrected copies beside your own files, such as ds.fixed.json.")
+    ] = False,
+    sarif: Annotated[
+        Path | None, typer.Option("--sarif", metavar="FILE", help="Write the findings in SARIF 2.1.0, for CI.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a job: keys, plan, placement, data files, tokenizer. All problems at once; no GPU and no torch.
+    """Check a job: keys, plan, placement, data files, tokenizer; or your own DeepSpeed, Accelerate and Trainer files together. All problems at once; no GPU and no torch.
 
-    Example: `toolkit validate job.yaml --set train.sequence_length=8192 --explain`
+    Examples: `toolkit validate job.yaml --set train.sequence_length=8192 --explain`,
+    `toolkit validate ds.json accelerate.yaml args.yaml --fix`
 
-    JSON keys: problems (code, key, message, fix, source, line), and when there are none warnings, model, cluster, batch
+    JSON keys of your own files: files (name, kind), findings (level: error, warning or note; code, file, line, key, value,
+    message, fix, source, fixable), counts of each level, facts; with --fix also fixed (new paths by name), after_fix.
+
+    JSON keys of a job: problems (code, key, message, fix, source, line), and when there are none warnings, model, cluster, batch
     (train, micro, accumulation, dp_size, tokens), pipeline (null, or schedule, pp, virtual_stages, micro_batches,
     bubble_fraction, partition: layers of each stage), tensor (null, or tp, sequence_parallel), precision, sequence_length, zero_stage, offload, data; choices with
     --explain; keys and described (path, values, default, meaning) with --keys; with --schema a JSON Schema.
     """
     if keys or schema:
-        if job is not None or overrides or explain or (keys and schema):
+        if files or overrides or explain or fix or sarif is not None or (keys and schema):
             raise typer.BadParameter(
                 "it does not depend on a job: leave out JOB and other options",
                 param_hint="--keys" if keys else "--schema",
@@ -54,8 +81,18 @@ def validate(
         else:
             _print_schema()
         return
-    if job is None:
-        raise typer.BadParameter("name a job file", param_hint="JOB")
+    if not files:
+        raise typer.BadParameter("name a job file, or your own configuration files", param_hint="JOB")
+    if len(files) > 1 or fix or sarif is not None or _is_foreign(files[0]):
+        if overrides or explain:
+            raise typer.BadParameter(
+                "it belongs to one job file: leave it out, or name that alone",
+                param_hint="--set" if overrides else "--explain",
+            )
+        from toolkit.cli.validate_files import validate_files
+
+        raise typer.Exit(validate_files(files, fix=fix, as_json=as_json, sarif_file=sarif))
+    job = Path(files[0])
     from toolkit.cli.best_effort import check_or_exit
     from toolkit.cli.job_checks import consumer_notes
 
@@ -69,6 +106,12 @@ def validate(
     if explain:
         print(f"\n{verdict.plan.explain()}")
     warn([*verdict.warnings, *consumer_notes(verdict.plan)])
+
+
+def _is_foreign(source: str) -> bool:
+    from toolkit.cli.validate_files import is_foreign
+
+    return is_foreign(source)
 
 
 def _headline(job: Path, verdict: Verdict) -> str:

@@ -44,7 +44,7 @@ TRAINER_AUTO = frozenset(
     }
 )
 # Keys whose "auto" Accelerate fills in with DeepSpeed's own default (accelerate utils/dataclasses.py DeepSpeedPlugin).
-_DEFAULT_AUTO = frozenset(
+DEFAULT_AUTO = frozenset(
     {
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
         "zero_optimization.offload_optimizer.device",
@@ -98,7 +98,7 @@ def read_user_config(source: Mapping[str, Any] | str | Path) -> UserConfig:
         )
     place, autos = Place(label=f"{name}: "), auto_paths(written)
     filled = autos & TRAINER_AUTO
-    reading = read_config(without(written, filled | (autos & _DEFAULT_AUTO)))
+    reading = read_config(without(written, filled | (autos & DEFAULT_AUTO)))
     findings = [
         _open_stage(found) if found.path == _STAGE and found.code == "DEEPSPEED_AUTO" else found
         for found in reading.findings

@@ -116,6 +116,31 @@ def choices_of(enumeration: str) -> tuple[str, ...]:
     return ()
 
 
+@cache
+def accelerate_keys() -> tuple[str, ...]:
+    """Return the keys of a configuration of Accelerate: the fields of ClusterConfig in its source."""
+    folder, found = _folder("accelerate"), dict[str, None]()
+    path = folder / "commands" / "config" / "config_args.py" if folder is not None else Path()
+    for node in ast.parse(path.read_text("utf-8")).body if path.is_file() else ():
+        if isinstance(node, ast.ClassDef) and node.name in ("BaseConfig", "ClusterConfig"):
+            found |= {field.name: None for field in _fields(node, "accelerate", "commands/config/config_args.py")}
+    return tuple(found)
+
+
+@cache
+def launcher_options(launcher: str) -> frozenset[str]:
+    """Return the long options of a launcher, with underscores, as its source declares them; empty if it is not installed."""
+    package, file = {
+        "accelerate": ("accelerate", "commands/launch.py"),
+        "torchrun": ("torch", "distributed/run.py"),
+        "deepspeed": ("deepspeed", "launcher/runner.py"),
+    }[launcher]
+    folder = _folder(package)
+    path = folder / file if folder is not None else Path()
+    found = re.findall(r"[\"']--([A-Za-z][\w-]*)[\"']", path.read_text("utf-8")) if path.is_file() else []
+    return frozenset(name.replace("-", "_") for name in found)
+
+
 def read_package(package: str) -> dict[str, tuple[tuple[str, ...], dict[str, Argument]]]:
     """Return the bases and own fields of each argument class of an installed package; empty if it is not installed."""
     folder, found = _folder(package), {}

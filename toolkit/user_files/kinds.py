@@ -36,6 +36,8 @@ _SBATCH = re.compile(r"(?m)^#SBATCH\b")
 _HOST_LINE = re.compile(r"^\S+\s+slots\s*=")
 _VARIABLE_LINE = re.compile(r"^[A-Za-z_]\w*=")
 
+# Sections that jobs alone have.
+_SECTIONS = ("cluster", "train", "parallel")
 # Keys that other training tools alone read, by tool. Their files hold some of Trainer's names too.
 _FOREIGN: Mapping[str, frozenset[str]] = {
     "LLaMA-Factory": frozenset({"finetuning_type", "cutoff_len", "dataset_dir", "template", "stage"}),
@@ -48,6 +50,8 @@ def kind_of_mapping(document: Mapping[str, Any]) -> Kind | None:
     """Return the kind of a YAML or JSON document; None if its keys are of none that is known here."""
     if is_accelerate_file(document):
         return "accelerate"
+    if any(isinstance(document.get(section), Mapping) for section in _SECTIONS):
+        return "job"  # without reading the argument classes, which takes longer than the rest
     deepspeed = sum(_is_deepspeeds(key, value) for key, value in document.items())
     names = argument_names()
     trainer = sum(key in names and not _is_deepspeeds(key, value) for key, value in document.items())

@@ -1,0 +1,175 @@
+"""Corrected copies of files, written beside the originals: never over them."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MantissaNoDotYAML1_1Warning
+from ruamel.yaml.scalarstring import SingleQuotedScalarString
+
+from toolkit.io import write_text
+from toolkit.user_files.check import check_read
+from toolkit.user_files.read import UserFile, read_text
+from toolkit.user_files.report import Edit, Found, Report
+from toolkit.user_files.setup import located, references
+
+# Rounds of correcting and checking again: a correction may bring another fault to light.
+_MAX_ROUNDS = 4
+# Words that YAML 1.1 reads as true or false unless they are quoted.
+_YAML_WORDS = frozenset({"yes", "no", "on", "off", "true", "false", "y", "n", "null", "~", ""})
+
+
+def corrected(report: Report) -> tuple[dict[str, str], Report]:
+    """Return the corrected text of each file that changes, by its name, and the report on the files as corrected.
+
+    Corrections are made and the files checked again until nothing is left that can be corrected. A correction after which
+    there are more errors than before is not made.
+    """
+    files, found = list(report.files), report
+    for _ in range(_MAX_ROUNDS):
+        edits = _edits(found.found)
+        changed = [_with_edits(file, edits.get(file.name, [])) for file in files]
+        if [file.text for file in changed] == [file.text for file in files]:
+            break
+        after = check_read(changed)
+        if after.count("error") > found.count("error"):
+            break
+        files, found = changed, after
+    texts = {
+        new.name: new.text
+        for old, new in zip(report.files, files, strict=True)
+        if new.text != old.text and old.path is not None
+    }
+    return texts, found
+
+
+def write_corrected(report: Report, texts: Mapping[str, str]) -> dict[str, Path]:
+    """Write corrected texts beside the originals, `ds.json` as `ds.fixed.json`; return the new paths by the old names.
+
+    A file that names another which is corrected names its corrected copy.
+
+    Raises:
+        OSError: A folder cannot be written to.
+    """
+    targets = {file.name: _free(file.path) for file in report.files if file.path is not None and file.name in texts}
+    pointing = {
+        file.name: edits
+        for file in report.files
+        if file.path is not None and (edits := list(_pointers(file, report.files, targets)))
+    }
+    for file in report.files:
+        if file.path is not None and file.name in pointing and file.name not in targets:
+            targets[file.name] = _free(file.path)
+    for file in report.files:
+        if file.name not in targets:
+            continue
+        text = texts.get(file.name, file.text)
+        if pointing.get(file.name):
+            text = _with_edits(read_text(text, name=file.name, path=file.path), pointing[file.name]).text
+        write_text(targets[file.name], text)
+    return targets
+
+
+def _pointers(file: UserFile, files: Sequence[UserFile], targets: Mapping[str, Path]) -> Iterable[Edit]:
+    if file.kind not in ("accelerate", "trainer-arguments"):
+        return
+    for reference in references(file):
+        path = located(reference)
+        for other in files:
+            if path is not None and other.path is not None and other.name in targets and path.samefile(other.path):
+                target = str(Path(reference.target).with_name(targets[other.name].name))
+                yield Edit(file=file.name, path=tuple(reference.key.split(".")), action="set", value=target)
+
+
+def _free(path: Path) -> Path:
+    """Return a name beside a file that no file has: `ds.fixed.json`, then `ds.fixed-2.json`."""
+    stem, suffix = (path.name, "") if path.name.startswith(".") else (path.stem, path.suffix)
+    names = (f"{stem}.fixed{'' if number == 1 else f'-{number}'}{suffix}" for number in range(1, 10_000))
+    return next(target for name in names if not (target := path.with_name(name)).exists())
+
+
+def _edits(found: Iterable[Found]) -> dict[str, list[Edit]]:
+    """Return the changes of each file; of two that set the same key the first counts."""
+    edits: dict[str, list[Edit]] = {}
+    taken: set[tuple[str, tuple[str, ...]]] = set()
+    for each in found:
+        own = {(edit.file, edit.path) for edit in each.edits}
+        if taken.intersection(own) or each.level == "note":
+            continue
+        taken |= own
+        for edit in each.edits:
+            edits.setdefault(edit.file, []).append(edit)
+    return edits
+
+
+def _with_edits(file: UserFile, edits: Sequence[Edit]) -> UserFile:
+    if not edits or file.path is None:
+        return file
+    if file.kind in ("hostfile", "deepspeed-env"):
+        lines = {int(edit.path[0]) for edit in edits if edit.action == "line"}
+        rows = file.text.splitlines(keepends=True)
+        text = "".join(row for number, row in enumerate(rows, start=1) if number not in lines)
+    elif file.kind in ("command-line", "sbatch"):
+        return file
+    elif file.text.lstrip().startswith("{"):
+        text = _edited_json(file.text, edits)
+    else:
+        text = _edited_yaml(file.text, edits)
+    return read_text(text, name=file.name, path=file.path)
+
+
+def _edited_json(text: str, edits: Sequence[Edit]) -> str:
+    document = json.loads(text)
+    for edit in edits:
+        _apply(document, edit)
+    found = re.search(r"\n([ \t]+)\"", text)
+    return json.dumps(document, indent=found.group(1) if found else 2, ensure_ascii=False) + "\n"
+
+
+def _edited_yaml(text: str, edits: Sequence[Edit]) -> str:
+    editor = YAML(typ="rt")
+    editor.version = (1, 1)  # the version that PyYAML reads, in which `no` is false
+    editor.preserve_quotes = True
+    editor.width = 4096
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MantissaNoDotYAML1_1Warning)  # it becomes a number only where an edit says so
+        document = editor.load(text)
+    for edit in edits:
+        _apply(document, edit, quotes=True)
+    written = io.StringIO()
+    editor.dump(document, written)
+    kept = written.getvalue()
+    if not text.startswith("%YAML"):
+        kept = re.sub(r"\A%YAML 1\.1\n---\n", "", kept)
+    wanted = yaml.safe_load(text)
+    for edit in edits:
+        _apply(wanted, edit)
+    return kept if yaml.safe_load(kept) == wanted else text  # rather no correction than another value
+
+
+def _apply(document: Any, edit: Edit, *, quotes: bool = False) -> None:
+    *parents, leaf = edit.path
+    node = document
+    for part in parents:
+        if not isinstance(node, Mapping):
+            return
+        if node.get(part) is None and edit.action == "set":
+            node[part] = {}  # type: ignore[index]
+        node = node.get(part)
+    if not isinstance(node, dict):
+        return
+    if edit.action == "remove":
+        node.pop(leaf, None)
+        return
+    value = edit.value
+    if quotes and isinstance(value, str) and value.lower() in _YAML_WORDS:
+        value = SingleQuotedScalarString(value)
+    node[leaf] = value
