@@ -89,6 +89,7 @@ def accelerate_refusal(
         prepare_multi_gpu_env,
         prepare_simple_launcher_cmd_env,
     )
+    from deepspeed.launcher import runner
     from torch.distributed.run import determine_local_world_size
 
     def run() -> None:
@@ -107,7 +108,9 @@ def accelerate_refusal(
         fields = [*defaults.deepspeed_config.keys(), *(["mixed_precision"] if from_file else [])]
         args.deepspeed_fields_from_accelerate_config = ",".join(fields)
         command, environment = prepare_deepspeed_cmd_env(args)
-        if command is None:  # torchrun starts the processes, not DeepSpeed's launcher
+        if command is not None:
+            runner.parse_args(command[1:])
+        else:  # torchrun starts the processes, not DeepSpeed's launcher
             determine_local_world_size(args.nproc_per_node)
             if runs and args.num_machines > 1:
                 socket.getaddrinfo(args.master_addr, int(args.master_port))

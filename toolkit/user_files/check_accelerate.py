@@ -142,7 +142,7 @@ def _top_level(file: UserFile, setup: Setup) -> Iterator[Found]:
         )
 
     on_cpu = keys.get("use_cpu")
-    if isinstance(on_cpu, Mapping) or (on_cpu is not None and kind == "NO" and str(on_cpu).lower() not in _BOOLEANS):
+    if isinstance(on_cpu, Mapping) or ("use_cpu" in keys and kind == "NO" and str(on_cpu).lower() not in _BOOLEANS):
         message = f"={shown(on_cpu)} is neither true nor false"
         yield _found(file, "error", "use_cpu", message, "Write true or false", source=_LAUNCH, code="ACCELERATE_VALUE")
 
@@ -193,7 +193,7 @@ def _processes(file: UserFile, setup: Setup) -> Iterator[Found]:
         is_one = keys.get("num_machines", 1) in (0, 1)
         fails = {
             # One machine's number passes through a text; several machines divide by it.
-            "num_processes": not number_of if is_single else number is None or not is_one,
+            "num_processes": not number_of if is_single else number is None or not is_one or bool(keys.get("use_cpu")),
             "num_machines": not isinstance(value, float | bool) or value > 1,
         }.get(key, False)
         message = " is null" if value is None else f"={shown(value)} is no whole number"
