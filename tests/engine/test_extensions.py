@@ -73,6 +73,10 @@ def test_what_nothing_can_take_the_place_of_ends_the_run(broken_compiler: None, 
     finally:
         destroy_world(world)
     assert caught.value.codes == ("BUILD_FAILED",)
+    if case != "a checkpoint":
+        with pytest.raises(RunError, match="BUILD_FAILED"):
+            tk.initialize(plan)
+        assert not torch.distributed.is_initialized(), "a notebook goes on"
 
 
 def test_missing_tools_have_the_same_effect(tmp_path: Path, not_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:

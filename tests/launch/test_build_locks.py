@@ -89,6 +89,7 @@ def test_a_stale_lock_is_deleted_before_a_start_and_named_where_it_cannot_be(
     plan_file = lock.parents[1] / "plan.json"
     tiny_plan(**OFFLOAD).save(plan_file)
     lock.touch()
+    (lock.parent / "cpu_adam.so").touch()  # or it would be compiled
     assert main([str(plan_file), "trainer"]) == 0
     assert not lock.exists()
     lock.mkdir()  # which `unlink` refuses, as it does a file in a folder of another user

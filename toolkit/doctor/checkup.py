@@ -22,13 +22,12 @@ from toolkit.errors import first_line
 from toolkit.forks import Fork, ForkEndedError
 from toolkit.launch.devices import chosen_cards
 from toolkit.launch.extensions import Machine
+from toolkit.launch.trial_builds import BUILD_SECONDS
 from toolkit.planning.plan import Plan
 
 # Answers of a healthy machine take tenths of a second; the measurement of the cards has the whole time.
 _PROBE_SECONDS = 8.0
 SECONDS = 10.0
-# DeepSpeed's slowest extension compiles in about two minutes, async_io in seven on two cores.
-_BUILD_SECONDS = 1200.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +107,7 @@ def examine(
     if build:
         capability = readings[0].capability if readings else None
         known = compilers.known_extensions(on_card=bool(readings))
-        findings += compilers.build_now(known, Machine(), seconds=_BUILD_SECONDS, capability=capability)
+        findings += compilers.build_now(known, Machine(), seconds=BUILD_SECONDS, capability=capability)
     findings = [_driver_that_works(finding, findings) for finding in findings]
     order = {level: number for number, level in enumerate(LEVELS)}
     return Checkup(findings=tuple(sorted(findings, key=lambda each: order[each.level])), seconds=took)

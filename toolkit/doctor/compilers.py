@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from toolkit.doctor.findings import Finding, found
 from toolkit.launch.build_locks import stale_locks_of
-from toolkit.launch.build_tools import built_with, missing_tools, settings_of
-from toolkit.launch.environment import python_module
+from toolkit.launch.build_tools import missing_tools, settings_of
 from toolkit.launch.extensions import Extension, Machine
+from toolkit.launch.trial_builds import build_all
 
 _OFFLOAD, _OPTIMIZER = "parallel.offload", "train.optimizer"
 
@@ -109,35 +106,19 @@ def build_now(
     for lock in stale_locks_of(able, machine):
         with suppress(OSError):  # it then waits for it, and is ended in time
             lock.unlink()
-    command = [*python_module("toolkit.distributed.extension_build"), *(extension.name for extension in able)]
-    with built_with(settings_of(able, machine, capability=capability)):
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
     try:
-        written, errors = process.communicate(timeout=seconds)
+        for built in build_all(able, machine, capability=capability, seconds=seconds):
+            title = built.extension.title
+            if built.error is None:
+                yield found("BUILD_DONE", f"{title} was built and loaded in {built.seconds:.1f} s")
+            else:
+                yield found("BUILD_BROKEN", f"{title}: {built.error}", repair=_mend(built.error))
     except subprocess.TimeoutExpired:
         yield found(
             "PROBE_TIMEOUT",
             f"the compilation took longer than {seconds:.0f} s",
             hint="toolkit doctor --build again: ninja goes on where it ended",
         )
-        return
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # its compilers, too
-            process.wait()
-    results = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
-    titles = {extension.name: extension.title for extension in able}
-    for result in results:
-        title = titles.pop(result["name"])
-        if result["error"] is None:
-            yield found("BUILD_DONE", f"{title} was built and loaded in {result['seconds']:.1f} s")
-        else:
-            yield found("BUILD_BROKEN", f"{title}: {result['error']}", repair=_mend(result["error"]))
-    for title in titles.values():
-        last = (errors.strip().splitlines() or ["no message"])[-1]
-        yield found("BUILD_BROKEN", f"{title}: the process that builds it ended: {last}", repair=_mend(last))
 
 
 def _mend(why: str) -> str:

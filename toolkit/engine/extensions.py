@@ -14,7 +14,7 @@ from toolkit.distributed.world import World
 from toolkit.errors import Problem, RunError
 from toolkit.launch.build_locks import delete_stale_locks
 from toolkit.launch.build_tools import build_settings, built_with, missing_tools, tool_problem
-from toolkit.launch.builds import with_other_adamw
+from toolkit.launch.builds import build_failed, with_other_adamw
 from toolkit.launch.extensions import Extension, Machine, extensions_of
 from toolkit.planning.plan import Plan
 
@@ -39,7 +39,7 @@ def build_extensions(plan: Plan, world: World, *, may_replace: bool = True) -> P
     Raises:
         RunError: BUILD_TOOLS, BUILD_FAILED, BUILD_LOCK.
     """
-    if plan.job.parallel.strategy != "zero" or not extensions_of(plan):
+    if not extensions_of(plan):
         return plan
     failed = run_with_heartbeat(world, lambda: _failures(plan) if world.local_rank == 0 else [])
     everywhere = [failed]
@@ -88,16 +88,5 @@ def _failures(plan: Plan) -> list[_Failure]:
                 load_extension(extension.name)
             except (Exception, SystemExit) as error:  # whatever a compiler, ninja, the builder and the loader raise
                 why = reason_of(error)
-                found.append(_Failure(extension=extension, why=why, problem=_problem(extension, why)))
+                found.append(_Failure(extension=extension, why=why, problem=build_failed(extension, why)))
     return found
-
-
-def _problem(extension: Extension, why: str) -> Problem:
-    return Problem(
-        code="BUILD_FAILED",
-        key=extension.key,
-        message=f"{extension.wanted} loads DeepSpeed's {extension.title}, whose compilation failed: {why}",
-        fix="Run `toolkit doctor --build`, which says how it is repaired"
-        + (f", or {extension.instead}" if extension.instead else ""),
-        source="deepspeed ops/op_builder/builder.py OpBuilder.jit_load",
-    )

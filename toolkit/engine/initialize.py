@@ -73,12 +73,12 @@ def initialize(
     """
     quiet_libraries()
     world = world or init_world(plan.grid, backend=plan.gpu.backend)
-    plan = build_extensions(plan, world)
     memory = PhaseMemoryTracker(world.device)
-    settings = build_settings(plan)
-    for setting in settings.values() if world.is_main else ():
-        logger.warning(setting.reason)
     try:
+        plan = build_extensions(plan, world)
+        settings = build_settings(plan)
+        for setting in settings.values() if world.is_main else ():
+            logger.warning(setting.reason)
         folder = None if weights is None else Path(weights)
         if folder is None and plan.settings.init == "pretrained":
             folder = locate_weights(plan)

@@ -7,6 +7,7 @@
 | `devices`, `packages` | which GPUs and optional packages this machine has |
 | `software` | what this machine lacks of the software that a job describes |
 | `builds` | `check_builds`: whether DeepSpeed's extensions that a plan loads can be compiled here |
+| `trial_builds` | builds of them in a process of their own |
 | `extensions` | which extensions a plan loads, and where torch builds them |
 | `build_tools`, `architectures` | compilers and ninja; the list of architectures as DeepSpeed reads it |
 | `build_locks` | locks left by compilations that were killed |

@@ -7,14 +7,17 @@ is made before their launcher, and prints the environment variables to export as
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast, get_args
 
-from toolkit.errors import RunError, ToolkitError, raise_all
+from toolkit.errors import Problem, RunError, ToolkitError, raise_all
 from toolkit.launch.build_locks import delete_stale_locks
 from toolkit.launch.build_tools import build_settings, tool_problems
+from toolkit.launch.extensions import Extension, Machine
+from toolkit.launch.trial_builds import build_all
 from toolkit.planning.deepspeed_config import Consumer
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import with_torch_adam
@@ -45,6 +48,41 @@ def with_other_adamw(plan: Plan, title: str, why: str) -> tuple[Plan, str]:
     return made, f"torch's fused AdamW replaces DeepSpeed's {title}, which cannot be built here: {why}"
 
 
+def build_failed(extension: Extension, why: str) -> Problem:
+    """Return the problem of an extension whose tools are there and whose compilation failed."""
+    instead = f", or {extension.instead}" if extension.instead else ""
+    return Problem(
+        code="BUILD_FAILED",
+        key=extension.key,
+        message=f"{extension.wanted} loads DeepSpeed's {extension.title}, whose compilation failed: {why}",
+        fix=f"Run `toolkit doctor --build`, which says how it is repaired{instead}",
+        source="deepspeed ops/op_builder/builder.py OpBuilder.jit_load",
+    )
+
+
+def _build(plan: Plan, consumer: Consumer) -> None:
+    """Compile what is not compiled yet, which the ranks of a script would all do at once, and die of.
+
+    Raises:
+        RunError: BUILD_FAILED.
+    """
+    machine = Machine()
+    lacking = [
+        extension
+        for extension in machine.compiles(plan, consumer)
+        if extension.name != "deepspeed_shm_comm" and not machine.has_built(extension)  # without it gloo goes on
+    ]
+    if not lacking:
+        return
+    titles = " and ".join(extension.title for extension in lacking)
+    print(f"compiling DeepSpeed's {titles} (minutes, the first time only) ...", file=sys.stderr)
+    try:
+        results = list(build_all(lacking, machine, capability=plan.gpu.known_capability))
+    except subprocess.TimeoutExpired as error:
+        raise RunError(build_failed(lacking[0], f"it took longer than {error.timeout:.0f} s")) from None
+    raise_all(RunError, [build_failed(each.extension, each.error) for each in results if each.error is not None])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check for an emitted command; print what it has to export."""
     file, consumer = sys.argv[1:] if arguments is None else arguments
@@ -52,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         plan = Plan.load(Path(file))
         check_builds(plan, cast("Consumer", consumer))
+        _build(plan, cast("Consumer", consumer))
     except ToolkitError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

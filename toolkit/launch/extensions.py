@@ -166,7 +166,7 @@ def extensions_of(plan: Plan, consumer: Consumer = "toolkit") -> tuple[Extension
         deepspeed comm/torch.py build_shm_op, runtime/engine.py _configure_basic_optimizer, runtime/swap_tensor,
         runtime/zero/partition_parameters.py CUDAQuantizer; accelerate utils/deepspeed.py map_pytorch_optim_to_deepspeed.
     """
-    return tuple(_extensions(plan, consumer))
+    return tuple(_extensions(plan, consumer)) if plan.job.parallel.strategy == "zero" else ()
 
 
 def _extensions(plan: Plan, consumer: Consumer) -> Iterator[Extension]:
@@ -208,7 +208,8 @@ def _extensions(plan: Plan, consumer: Consumer) -> Iterator[Extension]:
         yield replace(
             pin_memory, name="async_io", title="async_io", by_nvcc=on_card, asks_nvcc=on_card, needs_libaio=True
         )
-    if consumer != "accelerate" or (on_host and plan.job.train.optimizer == "adamw"):  # its script brings one
+    brought = consumer == "accelerate" and not (on_host and plan.job.train.optimizer == "adamw")  # by its script
+    if not brought and not plan.job.train.in_8_bits:
         yield from _optimizer(plan, config, on_host=on_host)
 
 

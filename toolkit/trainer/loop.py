@@ -225,7 +225,7 @@ def _built(plan: Plan, world: World, reporter: Reporter, point: ResumePoint | No
     """Compile what DeepSpeed loads; return the plan, with torch's AdamW where DeepSpeed's cannot be built and no checkpoint has its state."""
     machine = Machine()
     titles = " and ".join(one.title for one in machine.compiles(plan) if not machine.has_built(one))
-    if titles and plan.job.parallel.strategy == "zero":
+    if titles:
         reporter.stage(f"compiling DeepSpeed's {titles} (minutes, the first time only)")
     made = build_extensions(plan, world, may_replace=point is None)
     if made is not plan and world.is_main:
