@@ -6,9 +6,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.files import emit
 from toolkit.artifacts.launchers.catalogue import KINDS, LAUNCHERS, LauncherName
+from toolkit.artifacts.launchers.checks import check_launchers
 from toolkit.artifacts.launchers.options import LaunchOptions
+from toolkit.artifacts.launchers.render import launcher_texts
 from toolkit.config.job import Job
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve
@@ -74,12 +75,20 @@ def launchers_of(case: str) -> tuple[LauncherName, ...]:
 
 
 def write_case(case: str, root: Path) -> tuple[Plan, dict[str, Path]]:
-    """Writes `root/FOLDER-LAUNCHER` of each launcher; returns the plan, and each launcher's file. Called in `root`."""
+    """Writes `root/FOLDER-LAUNCHER` of each launcher; returns the plan, and each launcher's file. Called in `root`.
+
+    As `emit` does, without the files that are the same for all launchers.
+    """
     plan = make_plan(case)
     files = {}
     for launcher in launchers_of(case):
         folder = Path(f"{ODD} {launcher}" if case == "odd-names" else f"out-{launcher}")
         hosts = HOSTS if plan.job.cluster.nodes > 1 else None
-        emit(plan, folder, hosts=hosts, launchers=[launcher], options=options_of(case, launcher))
+        options = options_of(case, launcher)
+        check_launchers(plan, folder, [launcher], options, hosts=hosts, untrainable=())
+        folder.mkdir()
+        for name, text in launcher_texts(plan, folder, [launcher], options, hosts=hosts).items():
+            (folder / name).write_text(text)
+        plan.save(folder / "plan.json")
         files[launcher] = root / folder / KINDS[launcher].file
     return plan, files

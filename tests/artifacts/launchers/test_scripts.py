@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from launcher_plans import TRAINED
 from ranks import free_port
@@ -166,6 +169,25 @@ def test_a_node_saves_and_goes_on_and_ends(tools):
     assert node.wait(timeout=30) == 130
 
 
+def test_a_node_waits_for_ranks_that_save_whatever_else_is_signalled(tools):
+    """As SLURM does without cgroups: torchrun is killed by the signal that its ranks hear, and SIGTERM follows, to all but the ranks."""
+    environment = tools(torchrun=TORCHRUN) | {"NODE_RANK": "0", "MASTER_ADDR": "host"}
+    emit(make_plan(), "out", launchers=["torchrun"])
+    node = subprocess.Popen(["bash", "out/node.sh"], env=environment, start_new_session=True)
+    wait_for("ready-0")
+    time.sleep(1.1)  # node.sh looks for its ranks once a second
+    (torchrun,) = [child for child in psutil.Process(node.pid).children() if child.name() != "sleep"]
+    (rank,) = torchrun.children()
+    for process in (rank, node, torchrun):
+        process.send_signal(signal.SIGUSR2)
+    for _ in range(2):
+        time.sleep(0.1)
+        os.killpg(node.pid, signal.SIGTERM)
+    node.wait(timeout=30)
+    assert node.returncode == 130
+    assert Path("saved-0").exists()
+
+
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
 def test_a_node_asks_for_what_it_does_not_know(tools, missing):
     environment = tools(torchrun=TORCHRUN) | {"NODE_RANK": "0", "MASTER_ADDR": "h"}
@@ -245,6 +267,37 @@ def test_mpi_starts_each_rank_with_the_environment(tools, gpu):
     sent = {openmpi[place + 1] for place, word in enumerate(openmpi) if word == "-x"}
     assert sent == set(mpich[mpich.index("-genvlist") + 1].split(","))
     assert {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "DS_ACCELERATOR", "NCCL_DEBUG", "PATH"} <= sent
+
+
+@pytest.mark.full
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("launcher", "names"), [("openmpi", ["mpirun.openmpi", "mpirun"]), ("mpich", ["mpiexec.hydra"])]
+)
+def test_a_real_mpi_starts_two_ranks_that_save_when_told_to_end(tools, tmp_path, launcher, names):
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None or (
+        launcher == "openmpi" and not re.search("Open(RTE| MPI)", subprocess.getoutput(f"{found} --version"))
+    ):
+        pytest.skip(f"{launcher} is not installed")
+    starter = f'#!/bin/sh\nexec {found} "$@"\n'
+    environment = tools(**{"mpirun" if launcher == "openmpi" else "mpiexec": starter})
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[3]), "MASTER_PORT": str(free_port())}
+    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment["PATH"] += f":{Path(sys.executable).parent}"
+    write_inputs(tmp_path)
+    emit(
+        resolve(Job.model_validate(job_values(tmp_path, "run", train={"max_steps": 3000, "save_steps": 3000}))),
+        "out",
+        launchers=[launcher],
+    )
+    run = start(environment, "bash", f"out/{launcher}.sh")
+    wait_for("run/metrics.jsonl", seconds=120)
+    run.send_signal(signal.SIGTERM)
+    shown, _ = run.communicate(timeout=120)
+    assert run.returncode == 130, shown
+    (folder,) = Path("run").glob("checkpoint-*")
+    assert 0 < int(folder.name.partition("-")[2]) < 3000
 
 
 @pytest.mark.full

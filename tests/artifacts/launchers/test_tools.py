@@ -109,6 +109,7 @@ import sagemaker.train.model_trainer as module
 from sagemaker.train.defaults import TrainDefaults
 TrainDefaults.get_role = staticmethod(lambda role=None, **_: role)  # asks AWS what the role may do
 session = mock.MagicMock(spec=module.Session, boto_region_name="us-east-1", boto_session=mock.MagicMock())  # AWS itself
+session.default_bucket_prefix, session.default_bucket.return_value = None, "bucket"
 class Trainer(module.ModelTrainer):
     def __init__(self, **values):
         super().__init__(sagemaker_session=session, **values)

@@ -5,8 +5,8 @@
 #
 # Usage: bash out-openmpi/openmpi.sh [ARGUMENTS of toolkit train]
 #
-# SIGUSR2 to mpirun lets all ranks save and end; it kills them at SIGTERM and Ctrl-C.
-set -euo pipefail
+# Ctrl-C, SIGTERM and SIGUSR2 let all ranks save and end.
+set -uo pipefail
 
 # cores divided among the node's processes: CPU Adam and the data loader use them, while torchrun's default of 1 starves both
 export OMP_NUM_THREADS="${OMP_NUM_THREADS-$(( $(nproc) > 8 ? $(nproc) / 8 : 1 ))}"
@@ -26,6 +26,18 @@ names=()
 for name in MASTER_ADDR MASTER_PORT OMP_NUM_THREADS TOKENIZERS_PARALLELISM PYTHONUNBUFFERED PYTHONFAULTHANDLER PYTORCH_CUDA_ALLOC_CONF DS_ACCELERATOR PATH PYTHONPATH LD_LIBRARY_PATH "${!NCCL_@}" "${!HF_@}"; do
   [ -z "${!name+set}" ] || names+=(-x "$name")
 done
-exec mpirun -np 8 --host localhost:8 \
+set -m  # a process group of its own, which the terminal's Ctrl-C does not reach
+mpirun -np 8 --host localhost:8 \
   --map-by ppr:8:node --bind-to none --wdir "$PWD" "${names[@]}" \
-  python -P -m toolkit train out-openmpi/plan.json --resume auto "$@"
+  python -P -m toolkit train out-openmpi/plan.json --resume auto "$@" < /dev/null &
+mpi=$!
+trap 'kill -s USR2 "$mpi" 2>/dev/null' INT TERM HUP USR2  # mpirun passes it on; it would kill the ranks at the others
+code=0
+while kill -0 "$mpi" 2>/dev/null; do
+  code=0
+  wait "$mpi" || code=$?
+done
+last=0
+wait "$mpi" || last=$?
+[ "$last" -eq 127 ] || code=$last  # its own, if a signal ended the wait above
+exit "$code"

@@ -39,13 +39,20 @@ address=()
 # Signals go to the ranks: torchrun would kill them 30 s after it, in the midst of a save.
 asked=0
 ranks=()
+look() {  # what is known of the ranks outlives torchrun, which the signal may end
+  local found
+  read -r -a found <<< "$(cat /proc/"$agent"/task/*/children 2>/dev/null | tr '\n' ' ')"
+  [ "${#found[@]}" -eq 0 ] || ranks=("${found[@]}")
+}
+alive() { kill -0 "$1" 2>/dev/null && ! grep -qs '^State:.*Z' "/proc/$1/status"; }
 # shellcheck disable=SC2329 # the traps below call it
 tell() {
-  local files=(/proc/"$agent"/task/*/children)
-  read -r -a ranks <<< "$(cat "${files[@]}" 2>/dev/null | tr '\n' ' ')"
-  if [ "${#ranks[@]}" -gt 0 ]; then
-    kill -s "$1" -- "${ranks[@]}" 2>/dev/null || true
-  elif [ "$1" = USR2 ]; then
+  local rank told=0
+  look
+  for rank in "${ranks[@]}"; do
+    if alive "$rank" && kill -s "$1" "$rank" 2>/dev/null; then told=1; fi
+  done
+  if [ "$told" -eq 0 ] && [ "$1" = USR2 ]; then
     kill -s TERM "$agent" 2>/dev/null || true  # it has no ranks yet
   fi
 }
@@ -60,15 +67,17 @@ trap 'tell USR1' USR1                        # save and go on
 
 code=0
 while kill -0 "$agent" 2>/dev/null; do
+  look
+  sleep 1 > /dev/null 2>&1 &
   code=0
-  wait "$agent" || code=$?
+  wait -n "$agent" "$!" || code=$?
 done
 last=0
 wait "$agent" || last=$?
 [ "$last" -eq 127 ] || code=$last  # its own, if a signal ended the wait above
 if [ "$asked" -eq 1 ]; then
   for rank in "${ranks[@]}"; do
-    while kill -0 "$rank" 2>/dev/null; do sleep 0.2; done
+    while alive "$rank"; do sleep 0.2 || true; done  # a signal to all ends the sleep
   done
   [ "$code" -eq 0 ] || code=130  # as `toolkit train` ends after a signal; torchrun makes it 1
 fi
