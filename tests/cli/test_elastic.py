@@ -15,7 +15,9 @@ from quick_python import quick_python
 from ranks import QUICK
 from train_jobs import curve, hears_interrupts, records, run_toolkit, wait_for_step, write_inputs, write_job
 
-pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none())
+from toolkit.cli.elastic import after_restart, agents_code
+
+needs_machines = pytest.mark.skipif(bool(why_none()), reason=why_none())
 PORT = 29400
 SAME_BATCH = ("--set", "train.gradient_accumulation_steps=4", "--no-export")
 
@@ -68,6 +70,7 @@ def job_for_two(root: Path, name: str, *, steps: int) -> Path:
     )
 
 
+@needs_machines
 def test_a_run_goes_on_without_a_node_that_is_lost(root, nodes):
     """Its ranks are found by their nodes' names over their own network; the lost one is named; the global batch stays."""
     job = job_for_two(root, "elastic", steps=24)
@@ -91,6 +94,7 @@ def test_a_run_goes_on_without_a_node_that_is_lost(root, nodes):
     assert all(record["epoch"] == pytest.approx(record["step"] * 8 / 239) for record in found if "loss" in record)
 
 
+@needs_machines
 @pytest.mark.full
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_other_node_ends_and_names_the_lost_one(root, nodes, lost):
@@ -109,6 +113,7 @@ def test_the_other_node_ends_and_names_the_lost_one(root, nodes, lost):
     assert f"the connection to node{lost} (rank {lost}) at 10.77.0.{lost + 1} broke" in shown, shown
 
 
+@needs_machines
 @pytest.mark.full
 def test_a_node_that_comes_back_takes_part(tmp_path, nodes):
     """From one node to two and the same losses as on one: without dropout, nothing but the order of additions differs."""
@@ -131,6 +136,19 @@ def test_a_node_that_comes_back_takes_part(tmp_path, nodes):
     ours, theirs = curve(root / "back"), curve(root / "alone")
     for step in range(1, 41):
         assert ours[step][0] == pytest.approx(theirs[step][0], rel=1e-3), step
+
+
+def test_a_rank_that_torchrun_starts_again_goes_on(monkeypatch):
+    assert after_restart(None, overwrite=True, elastic=False) == (None, True)
+    assert after_restart(None, overwrite=False, elastic=True) == ("auto", False)
+    assert agents_code(75) == 75
+    for name, value in {"RUN_ID": "x", "RESTART_COUNT": "0", "MAX_RESTARTS": "3"}.items():
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    assert after_restart("checkpoint-4", overwrite=False, elastic=False) == ("checkpoint-4", False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert after_restart("checkpoint-4", overwrite=False, elastic=False) == ("auto", False)
+    assert after_restart(None, overwrite=True, elastic=False) == ("auto", False), "its own checkpoints would be deleted"
+    assert [agents_code(code) for code in (0, 3, 75, 130)] == [0, 3, 0, 130], "a run out of time would be started again"
 
 
 def test_what_elastic_needs(root):

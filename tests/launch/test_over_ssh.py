@@ -148,6 +148,20 @@ def test_the_first_node_to_fail_is_named_and_the_other_ended(folder, nodes):
 
 @needs_machines
 @pytest.mark.full
+def test_a_script_without_a_job_as_horovodrun_starts_it(folder, nodes):
+    stand_in(folder, nodes)
+    (folder / "script.py").write_text(HELLO)
+    options = ["-np", "4", "-H", "node0:2,node1:2", "--cpu", "--output-dir", "mine"]
+    toolkit = [sys.executable, "-P", "-m", "toolkit", "launch", *options, "script.py", "-v"]
+    env = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "MY_TOKEN": "s3cret"}
+    done = subprocess.run(nodes[0].command(toolkit), cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "node0 | rank 0 on node0 heard 1@node0:1 2@node1:0 3@node1:1 secret s3cret ['-v']\n" in done.stdout
+    assert (folder / "mine" / "logs" / "rank-3.log").exists()
+
+
+@needs_machines
+@pytest.mark.full
 def test_an_interrupt_reaches_all_ranks(folder, nodes):
     stand_in(folder, nodes)
     process = start(folder, nodes[0], WAITS)

@@ -7,7 +7,7 @@ import pytest
 from tests.launch.test_identity import MPICH, STEP, TORCHRUN
 from toolkit.errors import PlanError, RunError
 from toolkit.launch.identity import WorkerIdentity
-from toolkit.launch.place import Node, find_place
+from toolkit.launch.place import NUM_NODES, Node, find_place, place_without_job
 
 A_NODE = {**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 A_NODE |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2"}
@@ -97,3 +97,13 @@ def test_contradictions_are_told_before_anything_starts(env, nodes, cards, error
     with pytest.raises(error) as caught:
         find_place(env, nodes=nodes, gpus_per_node=cards)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_run_without_a_job_is_told_the_number_of_nodes():
+    env = {NUM_NODES: "2", "NODE_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "1234"}
+    place = place_without_job(env, num_ranks=4)
+    assert (place.node, place.num_nodes, place.master_addr, place.master_port) == (1, 2, "n0", 1234)
+    assert place_without_job({**env, NUM_NODES: "1"}, num_ranks=4) is None
+    assert place_without_job({"NODE_RANK": "1", "MASTER_ADDR": "old"}, num_ranks=4) is None
+    with pytest.raises(RunError, match="NODE_RANK='2' is not one of 0 to 1"):
+        place_without_job({**env, "NODE_RANK": "2"}, num_ranks=4)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.on_hosts import HostfileOption, HostsOption, read_hosts, run_and_exit
+from toolkit.cli.on_hosts import HostfileOption, HostsOption, launch_on_hosts_without_job, read_hosts, run_and_exit
 from toolkit.cli.options import JobArgument, JsonOption, SetOption, note_job, note_json, read_plan
 from toolkit.cli.output import print_json, say
 from toolkit.launch.environment import python_module
@@ -33,7 +33,10 @@ def launch(
     num_proc: Annotated[
         int | None,
         typer.Option(
-            "--num-proc", "-np", min=1, help="Run SCRIPT without a JOB, in so many processes of this machine."
+            "--num-proc",
+            "-np",
+            min=1,
+            help="Run SCRIPT without a JOB, in so many processes of this machine, or of all --hosts together.",
         ),
     ] = None,
     on_cpu: Annotated[
@@ -62,15 +65,23 @@ def launch(
 
     Example: `toolkit launch --hosts node1:4,node2:4 job.yaml my_script.py`
 
+    Example: `toolkit launch -np 8 -H node1:4,node2:4 --horovod my_script.py`
+
     JSON keys, printed last: exit_code, interrupted, plan, log_dir, failure (rank, ended_by, log_file, problems).
     """
     from toolkit.cli.launching import print_failure
 
     words = list(command or ())
     if num_proc is not None:
-        _refuse_job_options(overrides, hosts, hostfile)
+        _refuse_job_options(overrides)
         note_job(context, None)
         as_json = note_json(context, as_json)
+        if hosts is not None or hostfile is not None:
+            script = _script([str(job), *words])
+            flags = [*(["--cpu"] if on_cpu else []), *(["--horovod"] if horovod else [])]
+            flags += [] if output_dir is None else ["--output-dir", str(output_dir)]
+            run = [*flags, str(script), *words]
+            launch_on_hosts_without_job(num_proc, run, hosts, hostfile, as_json=as_json)
         outcome, shown = _launch_without_job(
             [str(job), *words], num_proc=num_proc, on_cpu=on_cpu, output_dir=output_dir, horovod=horovod
         )
@@ -132,12 +143,9 @@ def _worker(script: Path, arguments: list[str], *, horovod: bool, log_dir: Path 
     return [*python_module(HOROVOD_MODULE), *told, str(script), *arguments]
 
 
-def _refuse_job_options(overrides: list[str] | None, hosts: str | None, hostfile: Path | None) -> None:
+def _refuse_job_options(overrides: list[str] | None) -> None:
     if overrides:
         raise typer.BadParameter("--set changes a job, and --num-proc runs a script without one", param_hint="--set")
-    if hosts is not None or hostfile is not None:
-        what = "--num-proc runs a script on this machine: give a job, whose ranks run on the hosts"
-        raise typer.BadParameter(what, param_hint="--hosts")
 
 
 def _refuse_options_without_job(job: Path, *, on_cpu: bool, output_dir: Path | None) -> None:

@@ -21,7 +21,7 @@ from toolkit.launch.interfaces import gloo_environment
 from toolkit.launch.local import LOGS, check_nodes, launch_local, launch_ranks
 from toolkit.launch.outcome import RunOutcome
 from toolkit.launch.output_lock import hold_output
-from toolkit.launch.place import Node, find_place
+from toolkit.launch.place import Node, find_place, place_without_job
 from toolkit.launch.supervisor import GRACE_SECONDS, WHEN_ASKED, TrainerRanks
 from toolkit.planning.plan import Plan
 
@@ -143,9 +143,11 @@ def run_without_job(
 ) -> RunOutcome:
     """Run a command in several processes of this machine that no job describes, and wait for all of them.
 
+    They are those of one node of several where `--hosts` has started this command on each.
+
     Args:
         argv: Command line of a rank, the same for each.
-        num_ranks: Number of processes.
+        num_ranks: Number of processes here.
         on_cpu: Whether they use gloo and see no card; without it they do so only where there is no NVIDIA driver.
         output_dir: Folder of their logs.
         grace_seconds: Seconds that a rank has to end after another has failed.
@@ -158,9 +160,19 @@ def run_without_job(
     backend = _backend(num_ranks, on_cpu=on_cpu)
     with _named_by("--output-dir"):
         raise_all(PlanError, output_problems(output_dir))
-        with hold_output(output_dir):
+        node = place_without_job(os.environ, num_ranks=num_ranks)
+        if node is not None:
+            say(node.describe())
+        with contextlib.ExitStack() as stack:
+            if node is None or node.node == 0:
+                stack.enter_context(hold_output(output_dir))
             return launch_ranks(
-                argv, num_ranks=num_ranks, backend=backend, log_dir=output_dir / LOGS, grace_seconds=grace_seconds
+                argv,
+                num_ranks=num_ranks,
+                node=node,
+                backend=backend,
+                log_dir=output_dir / LOGS,
+                grace_seconds=grace_seconds,
             )
 
 

@@ -53,6 +53,13 @@ def read_hosts(
         RunError: HOSTS.
         SpecError, PlanError: The job cannot be read, or does not fit those hosts.
     """
+    found = _equal_hosts(hosts, hostfile, as_json=as_json)
+    plan = read_plan(job, overrides)
+    changes = _sizes(found, plan)
+    return found, (read_plan(job, [*(overrides or ()), *changes[1::2]]) if changes else plan), changes
+
+
+def _equal_hosts(hosts: str | None, hostfile: Path | None, *, as_json: bool) -> tuple[Host, ...]:
     from toolkit.launch.hosts import parse_hosts, read_hostfile
 
     if hosts is not None and hostfile is not None:
@@ -60,8 +67,7 @@ def read_hosts(
     if as_json:
         raise typer.BadParameter("with --hosts, the output of all nodes is shown as lines", param_hint="--json")
     found = parse_hosts(hosts) if hosts is not None else read_hostfile(Path(str(hostfile)))
-    slots = {host.slots for host in found} - {None}
-    if len(slots) > 1 or (slots and None in {host.slots for host in found}):
+    if len({host.slots for host in found}) > 1:
         shown = ", ".join(f"{host.name}:{host.slots or '?'}" for host in found)
         raise RunError.of(
             code="HOSTS",
@@ -69,9 +75,36 @@ def read_hosts(
             message=f"hosts={shown} have different numbers of processes: the grid of ranks has as many on each node",
             fix="Give each host the same number",
         )
-    plan = read_plan(job, overrides)
-    changes = _sizes(found, plan)
-    return found, (read_plan(job, [*(overrides or ()), *changes[1::2]]) if changes else plan), changes
+    return found
+
+
+def launch_on_hosts_without_job(
+    num_proc: int, words: list[str], hosts: str | None, hostfile: Path | None, *, as_json: bool
+) -> NoReturn:
+    """Run a script that has no job in `num_proc` processes on the hosts together, as horovodrun does, and exit.
+
+    Args:
+        num_proc: Number of processes of the run.
+        words: Options of `toolkit launch` without --num-proc, the script and its arguments.
+        hosts: Value of --hosts.
+        hostfile: Value of --hostfile.
+        as_json: Whether --json was given.
+
+    Raises:
+        typer.BadParameter: As `read_hosts`.
+        RunError: HOSTS, also if the hosts' processes are not `num_proc`.
+    """
+    found = _equal_hosts(hosts, hostfile, as_json=as_json)
+    slots = found[0].slots or num_proc // len(found)
+    if slots * len(found) != num_proc:
+        raise RunError.of(
+            code="HOSTS",
+            key="--num-proc",
+            message=f"num_proc={num_proc} is not the number of processes of {len(found)} hosts with {slots} each, "
+            f"{slots * len(found)}",
+            fix=f"Set --num-proc to {slots * len(found)}, or change the numbers of the hosts",
+        )
+    run_on_each(found, ["launch", "--num-proc", str(slots), *words], per_node=slots, port=None, trainer=False)
 
 
 def _sizes(hosts: tuple[Host, ...], plan: Plan) -> list[str]:
@@ -86,15 +119,31 @@ def _sizes(hosts: tuple[Host, ...], plan: Plan) -> list[str]:
 
 
 def run_and_exit(hosts: tuple[Host, ...], plan: Plan, words: list[str], *, trainer: bool) -> NoReturn:
-    """Run a toolkit command on each host, print which failed first, and exit."""
+    """Run a toolkit command on each host of a plan, print which failed first, and exit."""
+    cluster = plan.job.cluster
+    run_on_each(hosts, words, per_node=cluster.gpus_per_node, port=cluster.master_port, trainer=trainer)
+
+
+def run_on_each(
+    hosts: tuple[Host, ...], words: list[str], *, per_node: int, port: int | None, trainer: bool
+) -> NoReturn:
+    """Run a toolkit command on each host, print which failed first, and exit.
+
+    Args:
+        hosts: The nodes in their order.
+        words: Arguments of `toolkit`.
+        per_node: Ranks of each.
+        port: TCP port of the rendezvous; one of 20,000 when left out.
+        trainer: Whether the ranks are those of `toolkit train`.
+    """
     from toolkit.launch.environment import python_module
     from toolkit.launch.over_ssh import address_of_first, node_environments, run_on_hosts
 
     _refuse_inside_a_run()
     addr = os.environ.get("MASTER_ADDR") or address_of_first(hosts)
-    port = plan.job.cluster.master_port or _FIRST_PORT + random.SystemRandom().randrange(_NUM_PORTS)
-    names = ", ".join(f"{host.address}:{plan.job.cluster.gpus_per_node}" for host in hosts)
-    say(f"starting {plan.grid.world_size} ranks on {names}; rendezvous at {addr}:{port} ...")
+    port = port or _FIRST_PORT + random.SystemRandom().randrange(_NUM_PORTS)
+    names = ", ".join(f"{host.address}:{per_node}" for host in hosts)
+    say(f"starting {per_node * len(hosts)} ranks on {names}; rendezvous at {addr}:{port} ...")
     outcome = run_on_hosts(
         hosts,
         [*python_module("toolkit"), *words],

@@ -26,6 +26,7 @@ from typing import IO, final
 
 from toolkit.errors import INTERRUPTED_EXIT_CODE, Problem, RunError
 from toolkit.launch.hosts import Host
+from toolkit.launch.place import NUM_NODES
 from toolkit.launch.signals import ANNOUNCING, SAME_PRESS_SECONDS, SAVING
 from toolkit.launch.supervisor import caught_signals
 
@@ -369,5 +370,6 @@ def node_environments(
     hosts: Sequence[Host], *, addr: str, port: int, base: Mapping[str, str]
 ) -> Iterator[dict[str, str]]:
     """Yield what each node's command gets: the user's variables, and its place by the names that `find_place` reads."""
+    rendezvous = {NUM_NODES: str(len(hosts)), "MASTER_ADDR": addr, "MASTER_PORT": str(port)}
     for index in range(len(hosts)):
-        yield {**sent_environment(base), "NODE_RANK": str(index), "MASTER_ADDR": addr, "MASTER_PORT": str(port)}
+        yield {**sent_environment(base), **rendezvous, "NODE_RANK": str(index)}

@@ -21,6 +21,8 @@ from toolkit.launch.identity import (
     rank_from_environment,
 )
 
+# The number of nodes, which else the job says.
+NUM_NODES = "TOOLKIT_NUM_NODES"
 # These start one process a rank or one a node, as they are asked to; the others start one a rank.
 _EITHER = ("slurm", "openmpi", "mpich", "mvapich")
 
@@ -81,6 +83,22 @@ def find_place(
     if size != nodes * gpus_per_node:
         raise PlanError(_wrong_size(identity, nodes=nodes, gpus_per_node=gpus_per_node))
     return identity
+
+
+def place_without_job(env: Mapping[str, str], *, num_ranks: int) -> Node | None:
+    """Return this machine's place in a run that no job describes, whose other nodes were started with it; None for one machine.
+
+    Args:
+        env: Environment variables of this process.
+        num_ranks: Ranks of each node.
+
+    Raises:
+        RunError: LAUNCH_ENV.
+    """
+    nodes = env.get(NUM_NODES, "1")
+    if nodes in ("", "1") or not nodes.isdecimal():
+        return None
+    return _by_variables(env, nodes=int(nodes), gpus_per_node=num_ranks, master_port=None)
 
 
 def _wrong_size(identity: WorkerIdentity, *, nodes: int, gpus_per_node: int) -> Problem:
