@@ -17,6 +17,10 @@ from quick_python import child_with, stood_for
 from ranks import QUICK, free_port
 from train_jobs import hears_interrupts, start_toolkit, wait_for_step, write_inputs, write_job
 
+from toolkit.cli.options import read_plan
+from toolkit.errors import RunError
+from toolkit.trainer.hang import last_words
+
 pytestmark = pytest.mark.gloo
 SECONDS = 1.8
 HOOKS = """
@@ -97,6 +101,21 @@ def test_a_stopped_rank_is_named_and_nothing_runs_on(root, stopped, torchrun):
         assert f"toolkit train {root / name}.yaml --resume_from_checkpoint {root / name}/checkpoint-" in err
     else:
         assert "checkpoint-" in json.loads(out)["next_command"]
+
+
+def test_one_rank_tells_a_script_of_the_users_how_to_go_on(root, capsys):
+    """Under another launcher, where `tk.train` is called in Python."""
+    plan = read_plan(job_of(root, "script"), [])
+    error = RunError.of(
+        code="RUN_HANG", key="train.hang_timeout_minutes", message="rank 1 is stopped", fix="Look there"
+    )
+    tell = last_words(plan, log_dir=None, go_on=None)
+    assert tell(error, False) == 3
+    assert capsys.readouterr().err == ""
+    assert tell(error, True) == 3
+    told = capsys.readouterr().err
+    assert "rank 1 is stopped. Look there. [RUN_HANG]" in told
+    assert "Nothing was saved yet" in told
 
 
 @pytest.mark.full

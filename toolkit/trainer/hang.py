@@ -33,8 +33,9 @@ def last_words(plan: Plan, *, log_dir: Path | None, go_on: Callable[[int], None]
             sys.stderr.writelines(f"{problem.with_key}\n" for problem in error.problems)
             if go_on is None:
                 found = list_checkpoints(plan.output_dir)
-                last = f'The last complete checkpoint is {found[-1]}: tk.train(plan, resume="auto") goes on from it'
-                print(last if found else "Nothing was saved yet", file=sys.stderr)
+                goes_on = ': tk.train(plan, resume="auto") goes on from it'
+                last = f"The last complete checkpoint is {found[-1]}{goes_on}" if found else "Nothing was saved yet"
+                print(last, file=sys.stderr)
             else:
                 go_on(error.exit_code)
         return error.exit_code

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -248,12 +249,16 @@ class _Watch:
                 self._meet("heard", len(verdict.ends), seconds=3 * _LONGEST_PULSE_OF_STILL_SECONDS)
             error = _error(verdict, seconds=self._seconds, folder=self._folder)
             tells = own == min(verdict.ends, default=own)
-            code = self._on_hang(error, tells)
+            for rank in verdict.silent if tells else ():
+                self._stacks.keep(rank)
+            code = error.exit_code
+            try:
+                code = self._on_hang(error, tells)
+            except Exception:  # the run hangs nevertheless
+                traceback.print_exc()
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError):
                     stream.flush()
-            for rank in verdict.silent if tells else ():
-                self._stacks.keep(rank)
             if self._ends_silent:
                 self._kill(verdict.silent)
             os._exit(code)  # the main thread is inside a library that waits
