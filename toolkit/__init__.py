@@ -18,6 +18,7 @@ Training, on every rank under any launcher:
 
 Pieces that work without a job:
     tk.estimate_module(module, example_batch): memory of any torch model under a DeepSpeed configuration
+    tk.support_of(model): what of a model is supported, and the reason of each no
     tk.offload_section(profile): the DeepSpeed keys of an offload profile
     tk.groups, tk.topology: process groups from sizes, and where their ranks lie
     tk.tensor_parallel, tk.pipeline: layers shared by ranks, and stages run by a schedule
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from toolkit.planning.plan import Plan
     from toolkit.planning.resolve import resolve
     from toolkit.reshape.load import load
+    from toolkit.support.support import support_of
     from toolkit.trainer.loop import train
     from toolkit.trainer.sample import write_sample
     from toolkit.trainer.tokenizer import load_tokenizer
@@ -94,6 +96,7 @@ _HOMES = {
     "emit": "toolkit.artifacts.files",
     "estimate": "toolkit.memory.estimate",
     "estimate_module": "toolkit.memory.module_estimate",
+    "support_of": "toolkit.support.support",
     "export": "toolkit.exporter.checkpoint",
     "initialize": "toolkit.engine.initialize",
     "load": "toolkit.reshape.load",
@@ -165,6 +168,7 @@ __all__ = [
     "resolve",
     "save",
     "step_time",
+    "support_of",
     "tensor_parallel",
     "topology",
     "train",

@@ -38,4 +38,5 @@ def test_a_learning_rate_that_diverges(train: dict[str, Any], said: str) -> None
 def test_a_derived_table_is_announced() -> None:
     [warning] = plan_warnings(plan_of(model="deepseek-v2-lite", parallel={"tensor": 2}, ranks=2))
     assert "tensor=2 with model_type=deepseek_v2, for which no table of styles is written" in warning
+    assert "`toolkit models --support deepseek-v2-lite`" in warning
     assert list(plan_warnings(plan_of(model="llama-3.1-8b", parallel={"tensor": 2}, ranks=2))) == []

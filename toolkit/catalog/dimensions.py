@@ -23,11 +23,14 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "vocab_size": ("n_words",),
         "hidden_size": ("n_embd", "n_embed", "d_model", "emb_dim"),
-        "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-        "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+        "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
+        "num_attention_heads": (
+            *("n_head", "n_heads", "num_heads", "attention_heads"),
+            *("decoder_attention_heads", "num_decoder_attention_heads"),
+        ),
         "num_key_value_heads": ("num_kv_heads", "n_head_kv", "n_kv_heads"),
-        "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
-        "max_position_embeddings": ("n_positions", "max_seq_len", "max_sequence_length"),
+        "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "decoder_ffn_dim"),
+        "max_position_embeddings": ("n_positions", "max_seq_len", "max_sequence_length", "max_target_positions"),
         "num_experts": ("num_local_experts", "n_routed_experts"),
     }
 )
@@ -329,7 +332,14 @@ class Fields:
 
     @property
     def intermediate(self) -> int:
-        """Width of the dense MLP; GPT-2, Falcon and similar families leave it out for four times the hidden size."""
+        """Width of the dense MLP; GPT-2, Falcon and similar families leave it out for four times the hidden size.
+
+        Of a width for each layer, as Gemma 3n has it, the largest.
+        """
+        widths = self.values.get("intermediate_size")
+        if isinstance(widths, list) and widths and self.text_type not in _DEFAULTS:
+            largest = max((width for width in widths if isinstance(width, int)), default=None)
+            self.values["intermediate_size"] = largest
         return self.size_or("intermediate_size", 4 * self.hidden)
 
 

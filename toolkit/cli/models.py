@@ -20,17 +20,39 @@ def register(app: typer.Typer) -> None:
 
 def models(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show one model with its config.")] = None,
+    support: Annotated[
+        str | None,
+        typer.Option(
+            "--support",
+            metavar="MODEL",
+            help="Try what is supported of a model: the estimate, tensor ranks, stages, adapters, the export; with the reason of each no. "
+            "MODEL is a name of this list, a hub id, a local folder or a config.json.",
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="With --support, let code from the model's repository run."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List the models whose dimensions travel with the package, for planning without network or weights.
 
     A job may also name any hub id or local folder.
 
-    Example: `toolkit models`, `toolkit models llama-3.1-8b`.
+    Example: `toolkit models`, `toolkit models llama-3.1-8b`, `toolkit models --support deepseek-v2-lite`.
 
     JSON keys: models: a list of objects with name, hub_id, model_type, architecture, num_parameters, config, and the
-    sizes by their names in config.json (hidden_size, num_hidden_layers, …).
+    sizes by their names in config.json (hidden_size, num_hidden_layers, …). With --support: model, model_type, architecture,
+    and verdicts: a list of objects with part (estimate, tensor, pipeline, lora, export), supported, sizes (numbers of
+    tensor ranks or stages) and detail (what was found, or the reason).
     """
+    if support is not None:
+        if name is not None:
+            raise typer.BadParameter("it names the model itself: leave NAME out", param_hint="--support")
+        _print_support(support, trust_remote_code=trust_remote_code, as_json=as_json)
+        return
+    if trust_remote_code:
+        raise typer.BadParameter("it is about the model of --support", param_hint="--trust-remote-code")
     from toolkit.catalog.models import model_names, read_catalogue_model, resolve_model
     from toolkit.config.job import Model
 
@@ -43,6 +65,24 @@ def models(
         _print_all(specs)
     else:
         _print_one(specs[0])
+
+
+def _print_support(model: str, *, trust_remote_code: bool, as_json: bool) -> None:
+    from toolkit.support.support import support_of
+
+    found = support_of(model, trust_remote_code=trust_remote_code)
+    if as_json:
+        print_json(found.to_dict())
+        return
+    table = new_table((found.architecture, "supported", "sizes", "detail"))
+    for one in found.verdicts:
+        sizes = (
+            f"{one.sizes[0]} to {one.sizes[-1]}"
+            if one.part == "pipeline" and one.sizes
+            else ", ".join(map(str, one.sizes))
+        )
+        table.add_row(one.part, "yes" if one.supported else "no", sizes or "–", one.detail)
+    print_table(table)
 
 
 def _print_all(specs: list[ModelSpec]) -> None:

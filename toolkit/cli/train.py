@@ -10,6 +10,7 @@ from toolkit.cli.elastic import after_restart, agents_code, elastic_plan
 from toolkit.cli.on_hosts import HostfileOption, HostsOption, train_on_hosts
 from toolkit.cli.options import JobArgument, JsonOption, SetOption
 from toolkit.cli.output import print_fields, print_json, say, warn
+from toolkit.cli.proofs import prove_before_start
 from toolkit.cli.summary import plan_fields
 from toolkit.cli.train_checks import check_dry_run, check_start, checked_plan, startable_plan
 from toolkit.cli.train_plan import fastest_plan
@@ -217,6 +218,8 @@ def _train(plan: Plan, call: Call, limits: Limits, *, under_launcher: bool, over
         check_start(plan)
     warn([*plan_warnings(plan), *accelerator_warnings(plan), *software_warnings(plan), *space_warnings(plan)])
     warn(call.warnings(plan))
+    if not under_launcher:
+        prove_before_start(plan)
     guard_output(plan, resuming=call.resume is not None, overwrite=overwrite)
     if under_launcher:
         plan.save(plan.output_dir / "plan.json")

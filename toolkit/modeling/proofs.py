@@ -1,17 +1,29 @@
-"""Proofs of the splits that a run asks for, made before its model is built: on a small twin, or read from an earlier run's."""
+"""Proofs of the splits that a run asks for, made before its model is built: on a small twin, or read from an earlier run's.
+
+`python -m toolkit.modeling.proofs PLAN` makes those of a plan in a process of its own, before its ranks start, and prints what it found
+as JSON.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from toolkit.errors import PlanError
-from toolkit.modeling.architecture import own_class
-from toolkit.pipeline_parallel.proof import PROVEN_BY_TESTS, pipeline_proof
+from toolkit.errors import PlanError, ToolkitError
+from toolkit.modeling.architecture import import_architecture, model_config, own_class
+from toolkit.pipeline_parallel.proof import pipeline_proof
+from toolkit.planning.plan import Plan
+from toolkit.planning.rules.pipeline import STAGED_MODEL_TYPES
 from toolkit.tensor_parallel.proof import tensor_proof
-from toolkit.tensor_parallel.tables import has_table
+from toolkit.tensor_parallel.tables import has_table, tp_plan_for
 from toolkit.twins.comparison import module_kinds
 
 
@@ -43,7 +55,7 @@ def prove_splits(config: PreTrainedConfig, *, tensor: int, pipeline: int, trust_
         PlanError: PIPELINE_ARCHITECTURE if its stages are not the whole model. What `tp_plan_for` refuses, it refuses itself.
     """
     needs_tensor = tensor > 1 and not has_table(config.get_text_config(decoder=True))
-    needs_pipeline = pipeline > 1 and config.model_type not in PROVEN_BY_TESTS
+    needs_pipeline = pipeline > 1 and config.model_type not in STAGED_MODEL_TYPES
     if not needs_tensor and not needs_pipeline:
         return
     kind, own = class_and_config(config, trust_remote_code=trust_remote_code)
@@ -61,11 +73,40 @@ def check_twin(model: PreTrainedModel) -> None:
     Raises:
         PlanError: PIPELINE_ARCHITECTURE.
     """
-    if model.config.model_type in PROVEN_BY_TESTS:
+    if model.config.model_type in STAGED_MODEL_TYPES:
         return
     proof = pipeline_proof(type(model), model.config)
     if unlike := sorted({*module_kinds(model)} - {*proof.kinds}):
         raise _no_pipeline(type(model), proof.problem or f"its twin has no {unlike[0].replace(':', ', a ')}")
+
+
+def proofs_of(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return the figures of the proofs that a plan needs: largest differences, what ranks share, and a hash of the table.
+
+    Raises:
+        PlanError: TP_ARCHITECTURE, PIPELINE_ARCHITECTURE for a model that is refused.
+    """
+    if plan.grid.size("model") == 1:
+        return {}
+    config, trusted = model_config(plan), plan.job.model.trust_remote_code
+    import_architecture(config, trust_remote_code=trusted)
+    prove_splits(config, tensor=plan.grid.tp, pipeline=plan.grid.pp, trust_remote_code=trusted)
+    kind, own = class_and_config(config, trust_remote_code=trusted)
+    found: dict[str, dict[str, Any]] = {}
+    if plan.grid.tp > 1 and not has_table(own):
+        with torch.device("meta"):
+            model = kind._from_config(own)
+        tp_plan_for(model, num_ranks=plan.grid.tp, sequence_parallel=plan.settings.sequence_parallel)
+        proof = tensor_proof(kind, own, num_ranks=plan.grid.tp)
+        found["tensor"] = {
+            "difference": proof.difference,
+            "shared": proof.sharded,
+            "whole": dict(proof.whole),
+            "table": hashlib.sha256(repr(sorted(proof.table.items())).encode()).hexdigest(),
+        }
+    if plan.grid.pp > 1 and own.model_type not in STAGED_MODEL_TYPES:
+        found["pipeline"] = {"difference": pipeline_proof(kind, own).difference}
+    return found
 
 
 def _no_pipeline(kind: type[PreTrainedModel], why: str) -> PlanError:
@@ -75,3 +116,15 @@ def _no_pipeline(kind: type[PreTrainedModel], why: str) -> PlanError:
         message=f"a pipeline of {kind.__name__} could not be proven on a small twin: {why}",
         fix="Set parallel.pipeline to 1",
     )
+
+
+def main(path: Path) -> None:
+    """Print the proofs of a plan, or the problems of one that is refused, as JSON."""
+    try:
+        print(json.dumps({"proofs": proofs_of(Plan.load(path))}))
+    except ToolkitError as error:
+        print(json.dumps({"problems": [asdict(problem) for problem in error.problems]}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -33,14 +33,6 @@ from toolkit.twins.comparison import (
 )
 from toolkit.twins.kept import kept_proof
 
-# Architectures whose stages tests hold to the whole model, so that they need no proof of their own before a run.
-PROVEN_BY_TESTS = frozenset(
-    {
-        *("bloom", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mixtral"),
-        *("olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"),
-    }
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineProof:

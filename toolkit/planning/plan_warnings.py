@@ -31,7 +31,8 @@ def derived_table_warning(draft: UncheckedPlan) -> Iterator[str]:
     if size > 1 and model_type not in TENSOR_MODEL_TYPES:
         yield (
             f"tensor={size} with model_type={model_type}, for which no table of styles is written: one is derived from the model and "
-            "proven on a small twin before the run starts, which refuses it if the two differ"
+            "proven on a small twin before the run starts, which refuses it if the two differ. `toolkit models --support "
+            f"{draft.model.name}` shows the outcome now"
         )
 
 

@@ -9,6 +9,7 @@ and plain feed-forward layers; stacked experts. What is not recognised stays who
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -88,15 +89,25 @@ class Candidate:
 def heads_of(config: Any) -> Heads:
     """Return the numbers of heads in a configuration, by the names that architectures give them."""
     text = config.get_text_config(decoder=True)
-    query = int(getattr(text, "num_attention_heads", 0) or 1)
+    query = _of_all_layers(text, "num_attention_heads") or 1
     names = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "multi_query_group_num")
-    found = [getattr(text, name, None) for name in names]
+    found = [_of_all_layers(text, name) for name in names]
     if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
         return Heads(query=query, key_value=1)
     nested = getattr(text, "attn_config", None)
     found.append(getattr(nested, "kv_n_heads", None))
     own = next((value for value in found if isinstance(value, int) and value > 0), query)
     return Heads(query=query, key_value=min(own, query))
+
+
+def _of_all_layers(config: Any, name: str) -> int | None:
+    """Return a number of heads; of layers with numbers of their own the one that divides all of them."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # transformers refuses to read what layers have of their own as one (configuration_utils.py)
+        own = [getattr(config.per_layer_config[layer], name) for layer in range(config.num_hidden_layers)]
+        return math.gcd(*own)
+    return value if isinstance(value, int) else None
 
 
 def find_candidates(twin: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> list[Candidate]:

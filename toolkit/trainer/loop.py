@@ -25,9 +25,11 @@ from toolkit.engine.initialize import initialize, locate_weights
 from toolkit.engine.preparation import prepare_in_turn
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, PlanError, raise_all
+from toolkit.io import write_json
 from toolkit.launch.extensions import Machine
 from toolkit.launch.local import LOGS
 from toolkit.launch.packages import tracker_problems
+from toolkit.modeling.proofs import proofs_of
 from toolkit.planning.plan import Plan
 from toolkit.planning.trainable import data_section_problems
 from toolkit.reshape.load import resume as restore
@@ -242,6 +244,8 @@ def _build(plan: Plan, world: World, reporter: Reporter) -> Run:
         if plan.model.path is None:
             reporter.stage(f"fetching what the cache lacks of {plan.model.name}")
         weights = run_with_heartbeat(world, lambda: locate_weights(plan))
+    if world.is_main and (proofs := proofs_of(plan)):
+        write_json(plan.output_dir / "proofs.json", proofs)
     reporter.stage("building the model")
     with world.progress.doing("the building of the model"):
         return initialize(plan, world=world, weights=weights)

@@ -14,7 +14,7 @@ from typing import Any, final
 
 from transformers import PreTrainedConfig
 
-from toolkit.errors import SpecError, ToolkitError
+from toolkit.errors import PlanError, SpecError, ToolkitError
 from toolkit.forks import call_spread
 from toolkit.memory.kernels.routing import collects_router_logits
 from toolkit.memory.trace.events import MemoryTrace, Parameter, StageLayout, Traces
@@ -105,7 +105,11 @@ def trace_model(
     """
     differs = bool(spec.freeze) or (spec.lora is not None and bool(spec.lora.rank_pattern))  # layers, by their names
     if not all_layers and not differs and not collects_router_logits(config):
-        traced = trace_once(spec, config, part=part, all_layers=False)
+        traced = None
+        with suppress(
+            PlanError
+        ):  # some models count on all their layers; if it fails for another reason, it fails again
+            traced = trace_once(spec, config, part=part, all_layers=False)
         if traced is not None:
             return traced
     whole = trace_once(spec, config, part=part, all_layers=True)

@@ -11,6 +11,14 @@ from toolkit.pipeline_schedule import check_partition, schedule_problems, stage_
 from toolkit.planning.pipeline_layout import across_stages
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
+# Architectures whose stages tests hold to the whole model; those of others are proven before a run starts.
+STAGED_MODEL_TYPES = frozenset(
+    {
+        *("bloom", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mixtral"),
+        *("olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"),
+    }
+)
+
 _KEY = "parallel.pipeline"
 _OFF = f"set {_KEY} to 1"
 
