@@ -33,11 +33,19 @@ def test_a_model_with_a_written_table() -> None:
 
 def test_a_model_whose_table_is_derived(tmp_path: Path) -> None:
     found = support_of(
-        folder_of(tmp_path, "glm4", num_hidden_layers=3, num_attention_heads=12, num_key_value_heads=2, head_dim=128, intermediate_size=12288)
+        folder_of(
+            tmp_path,
+            "glm4",
+            num_hidden_layers=3,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            head_dim=128,
+            intermediate_size=12288,
+        )
     )
     assert found.of("tensor").sizes == (2, 4, 6, 12)
     assert "derived and proven, largest difference" in found.of("tensor").detail
-    assert "100% of the layers' parameters are shared" in found.of("tensor").detail
+    assert "99% of the layers' parameters are shared" in found.of("tensor").detail
     assert found.of("pipeline").sizes == (2, 3)
 
 
