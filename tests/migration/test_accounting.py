@@ -22,7 +22,7 @@ OUTCOMES = {"carried", "default", "not needed", "not carried"}
 VALUES = (
     *(True, False, None, 0, 1, 2, 8, 512, 0.1, 1e-4, 2.5, -1, "true", "false", "no", "auto", "", "a/b", "x.jsonl", "2e-5", "steps", "epoch"),
     *("adamw_torch", "adamw_8bit", "cosine", "constant", "linear", "lora", "full", "qlora", "chatml", "alpaca", "chat_template", "completion"),
-    *("bf16", "fp16", "cpu", "nvme", "sdpa", "flash_attention_2", "wandb", "all", "all-linear", "q_proj,v_proj", "bfd", "wrapped", "FSDP"),
+    *("bf16", "fp16", ".inf", float("inf"), float("nan"), "cpu", "nvme", "sdpa", "flash_attention_2", "wandb", "all", "all-linear", "q_proj,v_proj", "bfd", "wrapped", "FSDP"),
     *("DEEPSPEED", "full_shard auto_wrap offload", "WarmupDecayLR", "AdamW", [], ["a", "b"], [0.9, 0.95], {}, {"x": 1}, {"min_lr": 1e-6}),
 )  # fmt: skip
 
@@ -58,6 +58,15 @@ def test_every_key_is_accounted_for_once_whatever_it_holds(table):
             assert entry.outcome in OUTCOMES
             assert bool(entry.target) == (entry.outcome in ("carried", "default")), entry
             assert entry.reason or entry.target, entry
+            if "is no key of" in entry.reason:  # no key of a table is forgotten
+                assert "frobnicate" in entry.leaf.key
+        # What is carried is valid: a job may lack keys, and needs no other value.
+        document = {**draft.document(), "deepspeed": {}}
+        given = {
+            "model": {"name": "m", **document.pop("model", {})},
+            "cluster": {"gpu": "cpu", **document.pop("cluster", {})},
+        }
+        parse_job(given | document)
         if run % 10 == 0:
             text = job_text(draft, entries, files=(("a.yaml", table.tool),))
             assert parse_yaml(f"{text}\nx: 1", name="job") == {**draft.document(), "x": 1}

@@ -54,6 +54,8 @@ def test_a_value(keys, target, value):
         ("hybrid_engine.enabled", {"hybrid_engine": {"enabled": True}}),
         ("elasticity.enabled", {"elasticity": {"enabled": True}}),
         ("frobnicate", {"frobnicate": 1}),
+        (f"{ZERO}.overlap_comm", {ZERO: {"stage": 2, "overlap_comm": "maybe"}}),
+        ("train_micro_batch_size_per_gpu", {"train_micro_batch_size_per_gpu": 2.5}),
     ],
 )
 def test_what_no_job_says(key, keys):

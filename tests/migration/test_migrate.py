@@ -182,6 +182,7 @@ BROKEN = {
     "YAML_NOT_MAPPING": {"a__yaml": "- 1\n- 2\n"},
     "DEEPSPEED_SYNTAX": {"a__json": '{"zero_optimization": }'},
     "FILE_NOT_FOUND": {"a__yaml": "output_dir: x\nlearning_rate: 1e-5\ndeepspeed: nowhere.json\n"},
+    "YAML_RECURSIVE": {"a__yaml": "output_dir: &a [b, *a]\nlearning_rate: 1e-5\n"},
     "YAML_DUPLICATE": {"a__yaml": "output_dir: x\nlearning_rate: 1e-5\nlearning_rate: 2e-5\n"},
 }
 
@@ -244,6 +245,14 @@ def test_files_that_contradict_each_other(files, words, tmp_path, monkeypatch):
         migrate(sorted(str(path.name) for path in tmp_path.iterdir()))
     assert set(caught.value.codes) == {"MIGRATE_CONTRADICTION"}
     assert len(caught.value.problems) == 1
+
+
+def test_a_character_that_yaml_does_not_allow(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, a__yaml="output_dir: \0\nlearning_rate: 1e-5\n")
+    with pytest.raises(SpecError) as caught:
+        migrate("a.yaml")
+    assert caught.value.codes == ("YAML_SYNTAX",)
 
 
 def test_all_bad_files_are_told_at_once(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from readings import outcome, read, values
 
+from toolkit.migration.draft import Draft
 from toolkit.migration.trainer import TRAINER
 
 SAME = [
@@ -41,6 +42,7 @@ SAME = [
     ({"ddp_bucket_cap_mb": 50}, "parallel.ddp.bucket_cap_mb", 50),
     ({"push_to_hub": True, "hub_model_id": "a/b", "hub_private_repo": True}, "train.hub_private_repo", True),
     ({"report_to": "wandb,swanlab"}, "train.report_to", ["wandb"]),
+    ({"report_to": []}, "train.report_to", []),
     ({"learning_rate": "2e-5"}, "train.learning_rate", 2e-5),
 ]  # fmt: skip
 
@@ -88,6 +90,31 @@ def test_what_no_job_says(key, keys):
 )
 def test_what_a_job_does_without(key, keys):
     assert outcome(TRAINER, key, keys) == "not needed"
+
+
+def test_evaluations_need_validation_data():
+    keys = {
+        "eval_strategy": "steps",
+        "eval_steps": 20,
+        "eval_on_start": True,
+        "per_device_eval_batch_size": 2,
+        "load_best_model_at_end": True,
+    }
+    draft = Draft()
+    draft.put("data.validation_fraction", 0.1)
+    _, entries = read(TRAINER, keys, draft=draft)
+    expected = {
+        "eval_steps": 20,
+        "eval_on_start": True,
+        "per_device_eval_batch_size": 2,
+        "load_best_model_at_end": True,
+    }
+    assert expected.items() <= draft.document()["train"].items()
+    _, without = read(TRAINER, keys)
+    assert {
+        without[key].outcome for key in ("eval_strategy", "eval_steps", "eval_on_start", "load_best_model_at_end")
+    } == {"not carried"}
+    assert entries["eval_strategy"].outcome == "not needed"
 
 
 def test_a_deepspeed_file_names_optimizer_and_schedule():

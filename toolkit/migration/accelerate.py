@@ -38,7 +38,10 @@ def machines(r: Reading) -> None:
 
 def strategy(r: Reading) -> None:
     """Read how the ranks share the model."""
-    kind = str(r.value("distributed_type") or "").upper().rpartition(".")[2]
+    written = r.value("distributed_type")
+    kind = (
+        "NO" if written is False else str(written or "").upper().rpartition(".")[2]
+    )  # NO without quotes is false in YAML
     switches = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "multi_gpu": "MULTI_GPU"}
     kind = kind or next((name for key, name in switches.items() if r.is_on(key)), "")
     if kind in _KINDS:

@@ -93,6 +93,10 @@ def _set(r: Reading, prefix: str) -> DataSet | None:
         return None
     _template_of(r, prefix)
     format_, columns, loss_on, read = layout
+    chats = ("message_property_mappings", "train_on_eos", "chat_template", "conversation")
+    r.unneeded(
+        "its strategy does not read it", *(f"{prefix}.{name}" for name in chats if f"{prefix}.{name}" not in read)
+    )
     split = value("split")
     return DataSet(
         path=str(path),

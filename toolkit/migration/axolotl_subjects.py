@@ -13,6 +13,7 @@ from toolkit.migration.datasets import adapters
 from toolkit.migration.outcomes import shown
 from toolkit.migration.reading import Reading, as_list
 from toolkit.migration.trainer_run import (
+    evaluated_on_start,
     has_validation,
 )
 from toolkit.migration.trainer_subjects import (
@@ -20,7 +21,7 @@ from toolkit.migration.trainer_subjects import (
     shape,
     warmup,
 )
-from toolkit.migration.values import boolean, number, one_folder, positive, target_modules, words
+from toolkit.migration.values import ATTENTION, boolean, number, one_folder, positive, target_modules, words
 
 
 def method(r: Reading) -> None:
@@ -159,6 +160,7 @@ def evaluating(r: Reading) -> None:
     if not has_validation(r):
         r.unneeded("there are no validation data", *keys)
         return
+    evaluated_on_start(r)
     if (steps := r.number("eval_steps")) is not None and steps > 0:
         r.carry("train.eval_steps", steps, "eval_steps")
     elif (times := r.number("evals_per_epoch")) and epochs:
@@ -181,15 +183,13 @@ def attention(r: Reading) -> None:
     on = [key for key in switches if r.is_on(key)]
     if on:
         r.carry("train.attention", switches[on[0]], on[0])
-    name = r.value("attn_implementation")
-    if name is not None and str(name) in (*switches.values(), "flash_attn"):
-        r.carry("train.attention", {"flash_attn": "flash_attention_2"}.get(str(name), str(name)), "attn_implementation")
-    elif name is not None:
-        r.refuse(
-            f"a job has no attention {name}",
-            "attn_implementation",
-            fix="train.attention may be eager, sdpa or flash_attention_2",
-        )
+    for key in ("attn_implementation", "attention"):
+        name = r.value(key)
+        if name is not None and (ours := ATTENTION.get({"flash": "fa2"}.get(str(name), str(name)))):
+            r.carry("train.attention", ours, key)
+        elif name is not None:
+            fix = "train.attention may be eager, sdpa or flash_attention_2"
+            r.refuse(f"a job has no attention {name}", key, fix=fix)
     r.unneeded("it is off", *switches)
 
 

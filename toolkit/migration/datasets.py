@@ -57,6 +57,7 @@ class DataSet:
 def carry_data(r: Reading, train: Sequence[DataSet], validation: Sequence[DataSet] = ()) -> None:
     """Carry training and validation data."""
     if not train:
+        r.refuse("no training data are named", *(key for each in validation for key in each.keys), fix="Set data.train")
         return
     losses = [each.loss_on for each in train]
     common = max(losses, key=losses.count)

@@ -10,7 +10,9 @@ from pydantic_core import PydanticUndefined
 
 from toolkit.config.job import Job
 from toolkit.config.schema import section_of
-from toolkit.errors import Problem
+from toolkit.deepspeed_spec.job_section import check_section
+from toolkit.deepspeed_spec.nested import with_value
+from toolkit.errors import Problem, SpecError
 from toolkit.migration.outcomes import Leaf, shown
 
 
@@ -115,6 +117,28 @@ def is_default(target: str, value: Any) -> bool:
     if isinstance(default, tuple):
         return isinstance(value, list | tuple) and tuple(value) == default
     return _same(default, value) or str(default) == value
+
+
+def fault_of(target: str, value: Any) -> Problem | None:
+    """Return why a job cannot have a value, by the schema of the job or DeepSpeed's; None if it can.
+
+    >>> fault_of("train.lora.r", 2.5).code, fault_of("train.lora.r", 8)
+    ('KEY_VALUE', None)
+    """
+    *parents, leaf = target.split(".")
+    if parents[:1] == ["deepspeed"]:
+        _, problems = check_section(with_value({}, target.partition(".")[2], value))
+        return next(iter(problems), None)
+    section: Any = Job
+    for part in parents:
+        section = section_of(section.model_fields[part].annotation) if part in section.model_fields else None
+        if section is None:
+            return None
+    try:
+        section(**{leaf: value})
+    except SpecError as error:
+        return next((problem for problem in error.problems if problem.key.startswith(target)), None)
+    return None
 
 
 def _same(one: Any, other: Any) -> bool:

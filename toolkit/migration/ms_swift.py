@@ -16,10 +16,11 @@ from toolkit.migration.reading import Reading, as_list, as_number
 from toolkit.migration.table import Row, Subject, Table, carried, not_carried, not_needed
 from toolkit.migration.trainer import DEFAULTS, ROWS, SUBJECTS
 from toolkit.migration.trainer_run import (
-    evaluating as trainers_evaluating,
+    evaluated_on_start,
+    has_validation,
 )
 from toolkit.migration.trainer_run import (
-    has_validation,
+    evaluating as trainers_evaluating,
 )
 from toolkit.migration.values import (
     ATTENTION,
@@ -177,7 +178,7 @@ def data(r: Reading) -> None:
         if r.given("shuffle_buffer_size"):
             r.carry("data.shuffle_buffer", int(number(r.value("shuffle_buffer_size"))), "shuffle_buffer_size")
     r.unneeded("the data are read whole", "streaming", "shuffle_buffer_size")
-    r.unneeded("no data set is named", "loss_scale", "columns")
+    r.unneeded("no data set is named", "loss_scale", "columns", "val_dataset")
     r.unneeded("conversations are rendered by the chat template, texts are not", "use_chat_template")
 
 
@@ -264,18 +265,15 @@ def template(r: Reading) -> None:
 
 def evaluating(r: Reading) -> None:
     """Read when the model is evaluated: as often as checkpoints where nothing is said, if there are validation data."""
-    if r.given("eval_strategy") or not has_validation(r):
-        r.unneeded("there are no validation data", *(("eval_steps",) if not has_validation(r) else ()))
-        if r.given("eval_strategy"):
-            trainers_evaluating(r)
-        return
-    if (steps := r.number("eval_steps") or r.draft.get("train.save_steps")) is not None:
-        r.carry(
-            "train.eval_steps",
-            steps,
-            "eval_steps",
-            note="" if r.given("eval_steps") else "as often as checkpoints are written",
-        )
+    keys = ("eval_strategy", "evaluation_strategy", "eval_steps", "eval_on_start")
+    if not has_validation(r):
+        r.unneeded("there are no validation data", *keys)
+    elif r.given("eval_strategy") or r.given("evaluation_strategy"):
+        trainers_evaluating(r)
+    elif (steps := r.number("eval_steps") or r.draft.get("train.save_steps")) is not None:
+        note = "" if r.given("eval_steps") else "as often as checkpoints are written"
+        r.carry("train.eval_steps", steps, "eval_steps", note=note)
+        evaluated_on_start(r)
 
 
 def sharing(r: Reading) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.migration.draft import Draft, is_default
+from toolkit.migration.draft import Draft, fault_of, is_default
 from toolkit.migration.outcomes import Entry, Leaf, Outcome, shown
 from toolkit.migration.table import Row, Table, pattern_of
 
@@ -70,6 +71,10 @@ class Reading:
     def carry(self, target: str, value: Any, *keys: str, note: str = "") -> None:
         """Set a key of the job from keys of the file, or from the tool's default if the file has none of them."""
         leaves = tuple(self.leaves[self.name(key)] for key in dict.fromkeys(keys) if self.given(key))
+        if (fault := fault_of(target, value)) is not None:
+            for leaf in leaves:
+                self._enter(leaf, "not carried", reason=fault.message, fix=fault.fix)
+            return
         why = note or ("" if leaves else f"default of {self.table.tool}")
         self.draft.put(target, value, leaves, why)
         outcome: Outcome = "default" if is_default(target, value) else "carried"
@@ -98,7 +103,7 @@ class Reading:
 
     def finish(self) -> None:
         """Deal with the keys that no subject has: by their rows, and the unknown ones."""
-        rows = self.table.row_of
+        rows, known = self.table.row_of, self.table.keys
         for key, leaf in self.leaves.items():
             if key in self.entries:
                 continue
@@ -108,6 +113,10 @@ class Reading:
             row = rows.get(pattern_of(key))
             if leaf.value is None:
                 self._enter(leaf, "not needed", reason="it is null, as if it were left out")
+            elif row is None and pattern_of(key) in known:
+                self._enter(
+                    leaf, "not carried", reason=f"{shown(leaf.value)} is none of its values that are known here"
+                )
             elif row is None:
                 self._enter(leaf, "not carried", reason=f"{key} is no key of {self.table.tool} that is known here")
             else:
@@ -183,6 +192,8 @@ def as_number(value: Any) -> float | None:
     try:
         number = float(value)
     except ValueError:
+        return None
+    if not math.isfinite(number):
         return None
     return int(number) if number.is_integer() and abs(number) < 1e15 and not isinstance(value, float) else number
 

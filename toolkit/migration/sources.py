@@ -26,7 +26,7 @@ from toolkit.migration.launcher import LAUNCHER
 from toolkit.migration.outcomes import Entry, Leaf
 from toolkit.migration.scripts import Said, is_command, is_script, said_by
 from toolkit.migration.shipped import shipped_accelerate, shipped_deepspeed
-from toolkit.migration.table import Table, flattened
+from toolkit.migration.table import Table, flattened, size_fault
 from toolkit.migration.trainer import TRAINER
 from toolkit.user_files import positions
 from toolkit.user_files.kinds import kind_of_text
@@ -135,6 +135,12 @@ class _Collector:
                 self._script(text, name=name, folder=path.parent)
             else:
                 self.problems += error.problems
+            return
+        if fault := size_fault(keys):
+            message = f"{name} {fault}, far more than a configuration has"
+            self.problems.append(
+                Problem(code="YAML_RECURSIVE", key=name, message=message, fix="Write out what the run needs")
+            )
             return
         table = table or table_of(keys)
         if table is None:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from toolkit.migration.reading import Reading
 
 _INDEX = re.compile(r"\[\d+\]")
+# Far more than any configuration has; a few lines of nested aliases can stand for billions.
+_MOST_VALUES, _MOST_LEVELS = 20_000, 32
 # Values with which a key that is not carried changes nothing.
 OFF: tuple[Any, ...] = (None, False, "", 0, "no", "none", "None", "false", "False")
 
@@ -118,6 +120,22 @@ def not_needed(reason: str, keys: str) -> Iterator[Row]:
 def not_carried(reason: str, keys: str, *, fix: str = "", off: tuple[Any, ...] = OFF) -> Iterator[Row]:
     """Yield rows of keys, written with blanks between, that no job can say, for one reason."""
     return (Row(key=key, kind="not carried", reason=reason, fix=fix, off=off) for key in keys.split())
+
+
+def size_fault(document: Mapping[str, Any]) -> str:
+    """Return why a document is no configuration by its size, with aliases expanded; empty for one that may be."""
+    values = 0
+    left: list[tuple[Any, int]] = [(document, 1)]
+    while left:
+        value, level = left.pop()
+        inner: list[Any] = list(value.values()) if isinstance(value, Mapping) else list(value)
+        values += len(inner)
+        if values > _MOST_VALUES:
+            return f"has more than {_MOST_VALUES:,} values"
+        if level > _MOST_LEVELS:
+            return f"is nested deeper than {_MOST_LEVELS} levels"
+        left += [(each, level + 1) for each in inner if isinstance(each, Mapping | list)]
+    return ""
 
 
 def flattened(document: Mapping[str, Any], whole: Iterable[str]) -> Iterator[tuple[str, Any]]:

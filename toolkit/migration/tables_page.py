@@ -26,7 +26,7 @@ def _of_tool(table: Table) -> Iterator[str]:
         if table is TRAINER or len(own) == len(table.rows)
         else " Trainer's keys that are not named here are as in its own table."
     )
-    yield f"\n## {table.tool[0].upper()}{table.tool[1:]}\n"
+    yield f"\n## {'Launchers' if table is LAUNCHER else table.tool}\n"
     yield f"From {table.source}.{shared}\n"
     yield from ("| key | in the job | how |", "|---|---|---|")
     for subject in table.subjects:

@@ -41,6 +41,8 @@ def evaluating(r: Reading) -> None:
     key = "eval_strategy" if r.given("eval_strategy") else "evaluation_strategy"
     how = str(r.value(key) or r.value("eval_strategy") or "no").lower()
     strategy = ("eval_strategy", "evaluation_strategy")
+    if how not in ("false", "no") and has_validation(r):
+        evaluated_on_start(r)
     if how in ("false", "no"):
         r.unneeded("there are no evaluations", *strategy, "eval_steps", "eval_on_start")
         for part in ("eval", "eval_split"):
@@ -72,6 +74,13 @@ def evaluating(r: Reading) -> None:
     else:
         r.refuse(f"a job of that length has no evaluation strategy {how}", *strategy, fix="Set train.eval_steps")
         r.unneeded("the strategy is not steps", "eval_steps")
+
+
+def evaluated_on_start(r: Reading) -> None:
+    """Read whether the model is evaluated before the first step."""
+    if r.is_on("eval_on_start"):
+        r.carry("train.eval_on_start", True, "eval_on_start")
+    r.unneeded("it is off", "eval_on_start")
 
 
 def _forget_validation(r: Reading, part: str) -> None:
@@ -120,7 +129,7 @@ def reporting(r: Reading) -> None:
             "report_to",
             fix=f"train.report_to may be {', '.join(TRACKERS)}; metrics.jsonl has every step",
         )
-    elif names:
+    elif names or value in ([], False):
         note = f"but for {', '.join(other)}: metrics.jsonl has every step for other tools" if other else ""
         r.carry("train.report_to", known, "report_to", note=note)
 

@@ -159,7 +159,7 @@ def data(r: Reading) -> None:
     if r.is_on("dataset_streaming") or r.is_on("streaming"):
         r.carry("data.streaming", True, "dataset_streaming", "streaming")
     r.unneeded("the data are read whole", "dataset_streaming", "streaming")
-    r.unneeded("no data set is named", *loss_keys)
+    r.unneeded("no data set is named", *loss_keys, "dataset_config", "dataset_train_split")
 
 
 def _of_mixture(

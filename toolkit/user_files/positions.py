@@ -35,7 +35,10 @@ def read_yaml(text: str, *, name: str) -> tuple[dict[str, Any], dict[Path, int],
     Raises:
         SpecError: YAML_SYNTAX, YAML_NOT_MAPPING.
     """
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.YAMLError as error:  # a character that YAML does not allow
+        raise _syntax(name, None, str(error)) from None
     try:
         node = loader.get_single_node()
         value = None if node is None else loader.construct_document(node)
