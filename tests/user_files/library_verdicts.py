@@ -90,7 +90,6 @@ def accelerate_refusal(
         prepare_simple_launcher_cmd_env,
     )
     from deepspeed.launcher import runner
-    from torch.distributed.run import determine_local_world_size
 
     def run() -> None:
         parser = launch.launch_command_parser()
@@ -99,7 +98,7 @@ def accelerate_refusal(
         if not args.use_deepspeed:
             if args.multi_gpu:
                 prepare_multi_gpu_env(args)
-                determine_local_world_size(args.nproc_per_node)
+                _started(args.nproc_per_node)
                 if runs and args.num_machines > 1:
                     socket.getaddrinfo(args.master_addr, int(args.master_port))  # as the rendezvous does
             else:
@@ -111,7 +110,7 @@ def accelerate_refusal(
         if command is not None:
             runner.parse_args(command[1:])
         else:  # torchrun starts the processes, not DeepSpeed's launcher
-            determine_local_world_size(args.nproc_per_node)
+            _started(args.nproc_per_node)
             if runs and args.num_machines > 1:
                 socket.getaddrinfo(args.master_addr, int(args.master_port))
         with mock.patch.dict(os.environ, environment), contextlib.chdir(folder):
@@ -176,6 +175,17 @@ def hostfile_refusal(text: str) -> str | None:
     from deepspeed.launcher.runner import _parse_hostfile
 
     return refusal(lambda: _parse_hostfile(text.splitlines(keepends=True)))
+
+
+def _started(processes: str) -> None:
+    """Read a number of processes as torchrun does, up to the description of what its agent starts."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.run import determine_local_world_size
+
+    handler: Any = None
+    WorkerSpec(
+        role="", local_world_size=determine_local_world_size(processes), rdzv_handler=handler, entrypoint="train.py"
+    )
 
 
 def _finalize(config: Any, arguments: Any) -> None:

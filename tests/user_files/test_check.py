@@ -175,6 +175,8 @@ def test_a_command_that_fails(check, command, code):
         ({"bf16": "false"}, "ARGUMENT_VALUE", "warning"),
         ({"gradient_acumulation_steps": 4}, "ARGUMENT_UNKNOWN", "error"),
         ({"model_of_mine": "x"}, "ARGUMENT_FOREIGN", "warning"),
+        ({"gradient_checkpoint": True}, "ARGUMENT_FOREIGN", "warning"),  # more than a slip: perhaps the script's own
+        ({"no_cuda": True}, "ARGUMENT_UNKNOWN", "error"),
         ({"load_best_model_at_end": True}, "ARGUMENT_COMBINATION", "error"),
         ({"dataloader_prefetch_factor": 2}, "ARGUMENT_COMBINATION", "error"),
     ],
@@ -182,6 +184,13 @@ def test_a_command_that_fails(check, command, code):
 def test_arguments(check, values, code, level):
     report = check(args__yaml={"output_dir": "out", **values})
     assert [(each.code, each.level) for each in report.found] == [(code, level)]
+
+
+def test_a_file_of_a_script_of_ones_own(check):
+    report = check(args__yaml={"output_dir": "out", "mine": 1}, command="python train.py args.yaml")
+    assert said(report, "warning") == [("ARGUMENT_FOREIGN", "mine")]
+    report = check(sft__yaml={"output_dir": "out", "mine": 1}, command="trl sft --config sft.yaml")
+    assert said(report, "error") == [("ARGUMENT_UNKNOWN", "mine")]
 
 
 def test_trl_converts_what_trainer_does_not(check):

@@ -59,6 +59,11 @@ def test_other_commands_start_no_training(text):
     assert [command.script for command in launch_commands(text) if command.script.endswith(".py")] == []
 
 
+def test_a_variable_behind_a_value_is_no_part_of_it():
+    (command,) = launch_commands("torchrun train.py --config c.yaml $MORE --lr $RATE")
+    assert [(each.value, each.is_known) for each in command.arguments] == [("c.yaml", True), ("$RATE", False)]
+
+
 def test_what_only_the_shell_knows_is_marked():
     (command,) = launch_commands('torchrun --nnodes $N --node_rank `hostname` t.py --out "$(date)" --lr ${LR:-1e-5}')
     assert [each.is_known for each in command.options] == [False, False]

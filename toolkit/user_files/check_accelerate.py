@@ -189,7 +189,7 @@ def _processes(file: UserFile, setup: Setup) -> Iterator[Found]:
             continue
         number = int(value) if isinstance(value, str) and value.isdigit() else None
         edits: Edits = () if number is None else (_edit(file, key, "set", number),)
-        number_of = isinstance(value, float | bool)
+        number_of = isinstance(value, float | bool | dict)  # a section has no effect there
         is_one = keys.get("num_machines", 1) in (0, 1)
         fails = {
             # One machine's number passes through a text; several machines divide by it.

@@ -6,6 +6,7 @@ texts alone; `HfArgumentParser.parse_yaml_file` and `parse_json_file` convert no
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -51,16 +52,23 @@ RENAMED: Mapping[str, str] = {
     "push_to_hub_token": "hub_token",
     "save_safetensors": "",
     "ray_scope": "",
+    "torch_dtype": "dtype",
+    "fsdp_min_num_params": "fsdp_config",
+    "fsdp_transformer_layer_cls_to_wrap": "fsdp_config",
     "mp_parameters": "",
 }
 # Of these, those whose replacement takes other values, and the fix.
 _OTHER_VALUES: Mapping[str, str] = {
+    "fsdp_min_num_params": "Write min_num_params in fsdp_config",
+    "fsdp_transformer_layer_cls_to_wrap": "Write transformer_layer_cls_to_wrap in fsdp_config",
     "no_cuda": "Use use_cpu",
     "use_mps_device": "Remove it: the device is found",
     "fp16_backend": "Remove it: fp16 uses torch's own",
     "half_precision_backend": "Remove it: fp16 uses torch's own",
     "group_by_length": "Write train_sampling_strategy: group_by_length",
 }
+# Letters from which two of a name may be wrong.
+_LONG = 12
 # Keys that a parser itself reads.
 _OF_PARSER = frozenset({"config", "env", "local_rank", "local-rank", "deepspeed_config", "help"})
 # Whole numbers that torch or Python refuse as 8.0; the others are only compared.
@@ -148,16 +156,15 @@ def _unknown(name: str, said: Said, setup: Setup) -> Iterator[Found]:
     classes = argument_classes()
     known = [key for owner in (setup.owner, *TRL_COMMON) for key in classes.get(owner, ())]
     old, near = RENAMED.get(name), nearest(name, known)
-    own = argument_classes()[setup.owner]
     remove = Edit(file=said.file.name, path=(name,), action="remove")
-    if old is not None and (not old or old in own):
+    if old is not None and (not old or old in known):
         what = f" is no argument any more{f': it is {old} now' if old else ''}"
         edits: tuple[Edit, ...] = (remove,)
         if old:
             edits = () if name in _OTHER_VALUES else (remove, _set(said, old))
         fix = _OTHER_VALUES.get(name, f"Write {old}") if old else "Remove it"
         yield _found("error", said, f"{_equals(said)}{what}", fix, source=_PARSER, edits=edits, code="ARGUMENT_UNKNOWN")
-    elif near and near[0] not in setup.said:
+    elif near and near[0] not in setup.said and _is_slip(name, near[0]):
         edits = (remove, _set(said, near[0]))
         yield _found(
             "error",
@@ -178,7 +185,7 @@ def _unknown(name: str, said: Said, setup: Setup) -> Iterator[Found]:
             edits=(remove,),
             code="ARGUMENT_UNKNOWN",
         )
-    elif not said.is_text and setup.command is None and setup.uses_trainer:
+    elif not said.is_text and setup.uses_trainer:
         yield _found(
             "warning",
             said,
@@ -187,6 +194,16 @@ def _unknown(name: str, said: Said, setup: Setup) -> Iterator[Found]:
             source=_PARSER,
             code="ARGUMENT_FOREIGN",
         )
+
+
+def _is_slip(name: str, meant: str) -> bool:
+    """Return whether a name is another with one wrong, missing or additional letter, or two in a long one.
+
+    What differs more may be an argument of the script's own, such as chat_template beside TRL's chat_template_path.
+    """
+    changes = difflib.SequenceMatcher(None, name, meant, autojunk=False).get_opcodes()
+    wrong = sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in changes if tag != "equal")
+    return wrong <= (2 if len(name) >= _LONG else 1)
 
 
 def _set(said: Said, name: str) -> Edit:

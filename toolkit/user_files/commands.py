@@ -203,6 +203,8 @@ def arguments_of(words: Sequence[Word]) -> tuple[tuple[Option, ...], tuple[Word,
         while (
             not equals and at < len(words) and (not words[at].text.startswith("-") or _NEGATIVE.match(words[at].text))
         ):
+            if values and words[at].text.startswith("$") and not words[at].is_known:
+                break  # a variable behind a value mostly stands for more options
             values.append(words[at])
             at += 1
         found.append(
