@@ -74,6 +74,11 @@ def launchers_of(case: str) -> tuple[LauncherName, ...]:
     )
 
 
+def odd_folder(launcher: str) -> str:
+    """A folder's name on two lines, which only Python can give."""
+    return f"{ODD}\nof {launcher}"
+
+
 def write_case(case: str, root: Path) -> tuple[Plan, dict[str, Path]]:
     """Writes `root/FOLDER-LAUNCHER` of each launcher; returns the plan, and each launcher's file. Called in `root`.
 
@@ -82,7 +87,7 @@ def write_case(case: str, root: Path) -> tuple[Plan, dict[str, Path]]:
     plan = make_plan(case)
     files = {}
     for launcher in launchers_of(case):
-        folder = Path(f"{ODD} {launcher}" if case == "odd-names" else f"out-{launcher}")
+        folder = Path(odd_folder(launcher) if case == "odd-names" else f"out-{launcher}")
         hosts = HOSTS if plan.job.cluster.nodes > 1 else None
         options = options_of(case, launcher)
         check_launchers(plan, folder, [launcher], options, hosts=hosts, untrainable=())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launcher_plans import CASES, ODD, launchers_of, make_plan, options_of, write_case
+from launcher_plans import CASES, launchers_of, make_plan, odd_folder, options_of, write_case
 
 from toolkit.artifacts.launchers.catalogue import KINDS, LAUNCHER_FILES, LAUNCHERS, NODE_SCRIPT
 from toolkit.artifacts.launchers.render import _block, job_name, launcher_texts
@@ -98,16 +98,15 @@ def test_a_word_in_yaml_is_the_word_that_was_meant(folders):
         launcher: list(yaml.safe_load_all(files[launcher].read_text()))[-1]
         for launcher in ("jobset", "skypilot", "azureml")
     }
-    node_script = f"{ODD} jobset/node.sh"
+    node_script = f"{odd_folder('jobset')}/node.sh"
     pod = read["jobset"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     command = [word.replace("$$", "$") for word in pod["containers"][0]["command"]]  # as the kubelet does
     assert command[3:] == [node_script, "--resume", "auto"]
-    assert pod["containers"][0]["volumeMounts"][1]["mountPath"] == f"/mnt/toolkit/{ODD} jobset"
-    assert shlex.split(read["azureml"]["command"]) == ["bash", f"{ODD} azureml/node.sh", "--resume", "auto"]
-    assert shlex.split(read["skypilot"]["run"].splitlines()[-1]) == [
-        "exec",
+    assert pod["containers"][0]["volumeMounts"][1]["mountPath"] == f"/mnt/toolkit/{odd_folder('jobset')}"
+    assert shlex.split(read["azureml"]["command"]) == ["bash", f"{odd_folder('azureml')}/node.sh", "--resume", "auto"]
+    assert shlex.split(read["skypilot"]["run"].partition("exec ")[2]) == [
         "bash",
-        f"{ODD} skypilot/node.sh",
+        f"{odd_folder('skypilot')}/node.sh",
         "--resume",
         "auto",
     ]

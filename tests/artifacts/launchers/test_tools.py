@@ -115,7 +115,7 @@ class Trainer(module.ModelTrainer):
         super().__init__(sagemaker_session=session, **values)
 made["make_trainer"].__globals__["ModelTrainer"] = Trainer
 trainer = made["make_trainer"](made["parse"](words))
-print(trainer.compute.instance_type, trainer.compute.instance_count, trainer.source_code.command.splitlines()[-1])
+print(trainer.compute.instance_type, trainer.compute.instance_count, repr(trainer.source_code.command.partition("exec ")[2]))
 """
 MODAL = """
 import runpy, sys
@@ -214,7 +214,8 @@ def test_azure(case, tmp_path):
 def test_sagemaker(case, tmp_path):
     file, nodes = written(case, "sagemaker", tmp_path)
     shown = told("sagemaker.train", SAGEMAKER, file, nodes, cwd=tmp_path)
-    assert shown.startswith(f"ml.p5.48xlarge {nodes} exec bash ")
+    assert shown.startswith(f"ml.p5.48xlarge {nodes} ")
+    assert "node.sh" in shown
 
 
 @cases("modal")
