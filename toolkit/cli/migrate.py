@@ -128,7 +128,7 @@ def _lines(entries: Iterable[Entry]) -> Iterable[str]:
         reason = f": {entry.reason}" if entry.reason else ""
         fix = f". {entry.fix}" if entry.fix else ""
         yield one_line(
-            f"  {entry.outcome}{why}: {entry.leaf.place} {entry.leaf.path}={shown(entry.leaf.value)[:80]}{reason}{fix}"
+            f"  {entry.outcome}{why}: {entry.leaf.place} {entry.leaf.path}={shown(entry.leaf.told)[:80]}{reason}{fix}"
         )
 
 

@@ -111,6 +111,6 @@ def disagreement(one: Leaf, other: Leaf) -> Problem:
     return Problem(
         code="MIGRATE_CONTRADICTION",
         key=other.key,
-        message=f"{one.path}={shown(one.value)} ({one.place}) and {other.path}={shown(other.value)} ({other.place}) are two values of one key",
+        message=f"{one.path}={shown(one.told)} ({one.place}) and {other.path}={shown(other.told)} ({other.place}) are two values of one key",
         fix="Make both files say the same, or leave one of the two keys out",
     )

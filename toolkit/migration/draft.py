@@ -150,7 +150,7 @@ def _contradiction(target: str, old: Value, new: Value) -> Problem:
     return Problem(
         code="MIGRATE_CONTRADICTION",
         key=target,
-        message=f"{first.path}={shown(first.value)} ({first.place}) and {second.path}={shown(second.value)} ({second.place}) are two values of "
+        message=f"{first.path}={shown(first.told)} ({first.place}) and {second.path}={shown(second.told)} ({second.place}) are two values of "
         f"{target}: {shown(old.value)} and {shown(new.value)}",
         fix="Make both files say the same, or leave one of the two keys out",
     )

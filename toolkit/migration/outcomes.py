@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolkit.errors import one_line, shortened
+
+# Keys whose values are nobody else's: they are not repeated in reports.
+_SECRET = re.compile(
+    r"(?i)(?:hub_token|hf_token|swanlab_token|api_key|secret|password|access_key|access_key_id|webhook_url)$"
+)
+_MASK = "********"
 
 Outcome = Literal["carried", "default", "not needed", "not carried"]
 
@@ -35,6 +42,11 @@ class Leaf:
     def path(self) -> str:
         """The path of the key in the file."""
         return f"{self.section}{self.key}"
+
+    @property
+    def told(self) -> Any:
+        """The value as reports repeat it: a mask in place of a token, key or password."""
+        return _MASK if _SECRET.search(self.key) and self.value not in (None, "", False) else self.value
 
     @property
     def place(self) -> str:
@@ -69,7 +81,7 @@ class Entry:
             "line": self.leaf.line,
             "tool": self.tool,
             "key": self.leaf.path,
-            "value": plain(self.leaf.value),
+            "value": plain(self.leaf.told),
             "outcome": self.outcome,
             "target": self.target,
             "reason": self.reason,
