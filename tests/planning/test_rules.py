@@ -83,6 +83,12 @@ BROKEN = [
     ("OFFLOAD_STAGE", "parallel.offload", "ignore it", {"parallel": {"zero_stage": 2, "offload": "full-cpu"}}),
     ("OFFLOAD_NVME_PATH", "cluster.nvme_path", "needs a path for its swap files", {"parallel": {"offload": "optimizer-nvme"}}),
     ("OFFLOAD_NVME_FROZEN", "parallel.offload", "init=random", {"model": {"name": TOY, "init": "random"}, "nvme_path": "/local", "train": {"method": "lora"}, "parallel": {"offload": "full-nvme"}}),
+    (
+        "OFFLOAD_ENGINE",
+        "parallel.offload_engine",
+        "no optimizer state",
+        {"parallel": {"offload_engine": "overlapped"}},
+    ),
     ("OFFLOAD_RATIO", "parallel.offload_ratio", "0.5", {"parallel": {"offload_ratio": 0.5}}),
     ("OFFLOAD_PARTIAL_OPTIMIZER", "train.optimizer", "lion", {"train": {"optimizer": "lion"}, "parallel": {"offload": "optimizer-cpu-partial"}}),
     ("OFFLOAD_HOST_MEMORY", "parallel.offload", "64 GiB", {"model": "llama-3.1-8b", "host_memory_gib": 64, "train": {"sequence_length": 64}, "parallel": {"offload": "full-cpu"}}),

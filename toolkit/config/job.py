@@ -96,6 +96,7 @@ Offload = Literal[
     "full-nvme",
     "activations-cpu",
 ]
+OffloadEngine = Literal["overlapped", "deepspeed"]
 
 # Tags by which pydantic distinguishes the forms of keys that are a value or a section, and of `data.eval`; none is a key.
 NAME_TAG, SECTION_TAG, SETS_TAG = "<name>", "<section>", "<sets>"
@@ -771,6 +772,10 @@ class Parallel(Section):
     """Named profile of what moves from the card to the host or to NVMe; `toolkit.planning.offload` explains each."""
     offload_ratio: OpenFraction | None = None
     """Share of the optimizer state kept on the CPU by `optimizer-cpu-partial`."""
+    offload_engine: OffloadEngine | None = None
+    """Who steps the optimizer of `optimizer-cpu`. `overlapped`: the toolkit, while the card goes on; `deepspeed`: DeepSpeed, while
+    the card waits. By default the first wherever it can.
+    """
 
     @property
     def ddp_options(self) -> Ddp:

@@ -7,6 +7,7 @@ described here. DeepSpeed is imported by the functions that need it, which takes
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -370,6 +371,123 @@ def shorten_step(optimizer: Any) -> None:
         optimizer.unscale_and_clip_grads = multiply
         if tells_overflow:
             optimizer.check_overflow = lambda partition_gradients=True: None
+
+
+class OffloadedPartitions:
+    """What the optimizer of ZeRO-1 or 2 holds of a rank's weights, and its gradients, for a step on the host that is not DeepSpeed's.
+
+    Args:
+        optimizer: Wrapper of stage 1 or 2 with `offload_optimizer`.
+
+    Attributes:
+        flats: Weights of each parameter group, one after the other and padded, on the card. Shape (ranks * partition,).
+        masters: This rank's fp32 weights of each group, on the host. Shape (partition,).
+        optimizer: The optimizer inside the wrapper.
+        dp_group: Ranks that share each group.
+        gradient_dtype: Type in which gradients are reduced.
+
+    Source:
+        runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer.__init__, copy_grads_in_partition, step.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._wrapper = optimizer
+        self.flats: list[Tensor] = optimizer.bit16_groups_flat
+        self.masters: list[Tensor] = optimizer.single_partition_of_fp32_groups
+        self.optimizer = optimizer.optimizer
+        self.dp_group: dist.ProcessGroup = optimizer.dp_process_group
+        self.gradient_dtype: torch.dtype = optimizer._gradient_reduction_buffer_dtype()
+
+    def offsets(self, group: int) -> Iterator[tuple[nn.Parameter, int]]:
+        """Yield the weights of a group with the place of each in its flat tensor, in the order of the places."""
+        wrapper = self._wrapper
+        return zip(wrapper.round_robin_bit16_groups[group], wrapper.round_robin_bit16_offsets[group], strict=True)
+
+    def own_parts(self, group: int) -> Iterator[tuple[nn.Parameter, int, int]]:
+        """Yield the weights of which this rank has a part, with the part's place in the partition and its elements."""
+        for weight in self._wrapper.params_in_partition[group]:
+            _, _, place, numel = self._wrapper.grad_position[self._wrapper.get_param_id(weight)]
+            yield weight, place, numel
+
+    def release_buffers(self) -> None:
+        """Free DeepSpeed's gradients and staging buffers, which a step of its own would use."""
+        wrapper = self._wrapper
+        for master in self.masters:
+            master.grad = None
+        for parts in wrapper.offload_gradient_dict.values():  # parameters refer to these lists
+            parts.clear()
+        wrapper.param_buffer_of_bit16_for_cpu_offload_groups = []
+        wrapper.temp_grad_buffer_for_cpu_offload = wrapper.temp_grad_buffer_for_gpu_offload = None
+
+    def take_over(self, *, take: Callable[..., None], step: Callable[[], None]) -> None:
+        """Send each reduced gradient to `take`, and have `step` do the optimizer's steps.
+
+        Args:
+            take: Called with weight and gradient, this rank's part of it, and by name the group and the place in its partition.
+            step: Called in place of the wrapper's step.
+        """
+        wrapper = self._wrapper
+
+        def send(weight: nn.Parameter, group: int | None = None) -> None:
+            of_group, start, place, numel = wrapper.grad_position[wrapper.get_param_id(weight)]
+            gradient = wrapper.get_param_gradient_attribute(weight)
+            take(weight, gradient.view(-1).narrow(0, start, numel), group=of_group, place=place)
+            wrapper._record_gradient_stream(gradient, torch.cuda.current_stream() if gradient.is_cuda else None)
+            wrapper.clear_grad_attribute(weight)
+
+        wrapper.copy_grads_in_partition = send
+        wrapper.step = lambda closure=None: step()
+
+    def combined_norm(self, norms: list[tuple[nn.Parameter, Tensor]]) -> float:
+        """Return the norm of all ranks' gradients; of a weight that several model-parallel ranks have whole one counts it.
+
+        Args:
+            norms: Weights and the norms of this rank's parts of their gradients, scalars on the card.
+
+        Collectives:
+            One all-reduce of a number over the data-parallel ranks, one over the model-parallel ones.
+        """
+        from deepspeed.runtime.utils import is_model_parallel_parameter
+
+        wrapper = self._wrapper
+        counted = [
+            norm if wrapper.model_parallel_rank == 0 or is_model_parallel_parameter(weight) else 0 * norm
+            for weight, norm in norms
+        ]
+        device = self.flats[0].device
+        square = torch.stack(counted).double().square().sum() if counted else torch.zeros((), device=device).double()
+        square = square.to(torch.float32)
+        dist.all_reduce(square, group=self.dp_group)
+        wrapper._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
+        return math.sqrt(float(square))
+
+    def begin_step(self, norm: float) -> float | None:
+        """Note a step's norm, and adapt the loss scale; return the factor of its gradients, or None if it must not be taken.
+
+        Args:
+            norm: Norm of the gradients, which have the loss scale.
+        """
+        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+        wrapper = self._wrapper
+        wrapper.micro_step_id = INITIAL_MICRO_STEP_ID
+        is_finite = math.isfinite(norm)
+        wrapper.overflow = not is_finite and (wrapper.dtype != torch.bfloat16 or wrapper.check_grad_overflow)
+        scale = float(wrapper.loss_scale)
+        wrapper._update_scale(wrapper.overflow)
+        if wrapper.overflow:
+            wrapper._global_grad_norm = float("inf")
+            wrapper.zero_grad(set_to_none=True)
+            return None
+        wrapper._global_grad_norm = norm / scale if is_finite else -1.0
+        clip = float(wrapper.clip_grad)
+        if not clip:
+            return 1 / scale
+        return 1 / (max(1.0, (norm / scale + 1e-6) / clip) * scale) if is_finite else 0.0
+
+    def link_states(self) -> None:
+        """Let DeepSpeed find the states, once they are there (utils/tensor_fragment.py)."""
+        self._wrapper._lazy_init_hp_params_optimizer_state()
 
 
 def unite_optimizers(optimizer: Any) -> list[int]:

@@ -17,6 +17,7 @@ from toolkit.arguments import checks_arguments
 from toolkit.catalog.pretrained import weight_problems
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
 from toolkit.distributed.deepspeed_private import (
+    OffloadedPartitions,
     reset_mpu,
     restore_patches,
     shorten_step,
@@ -34,6 +35,7 @@ from toolkit.engine.zero3_trace import compare_within
 from toolkit.errors import PlanError, first_line, raise_all
 from toolkit.launch.build_tools import build_settings, built_with
 from toolkit.modeling.build import build_model, no_weight
+from toolkit.offload.overlapped import OverlappedOffload, overlapped_config
 from toolkit.planning.plan import Plan
 from toolkit.tensor_parallel.guard import guard_engine
 
@@ -116,13 +118,14 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
     compare_within(world.dp_group)  # reset when the run is closed
     if alone:
         reset_mpu()
-    optimizer = made_here(plan, groups, model) if plan.job.train.in_8_bits else None
+    overlaps = plan.offload_engine == "overlapped"
+    own = plan.job.train.in_8_bits or overlaps
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=optimizer,
+        optimizer=made_here(plan, groups, model) if own else None,
         model_parameters=groups,
         lr_scheduler=schedule.build,
-        config=plan.deepspeed_config(),
+        config=overlapped_config(plan.deepspeed_config()) if overlaps else plan.deepspeed_config(),
         mpu=None if alone else ModelParallelUnit(world),
         dist_init_required=False,
     )
@@ -134,6 +137,14 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
         shorten_step(engine.optimizer)
     if plan.profile.partial:
         unite_optimizers(engine.optimizer)
+    if overlaps:
+        engine.overlapped = OverlappedOffload(
+            OffloadedPartitions(engine.optimizer),
+            model,
+            accumulates=plan.settings.zero_stage == 2 and plan.settings.batch.accumulation > 1,
+            device=world.device,
+            node_size=min(world.size, plan.job.cluster.gpus_per_node),
+        )
     return engine
 
 

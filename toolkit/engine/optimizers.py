@@ -11,6 +11,7 @@ import torch
 from toolkit.distributed.dtensors import is_dtensor
 from toolkit.errors import PlanError, first_line
 from toolkit.launch.packages import SCHEDULE_FREE, package_of_optimizer
+from toolkit.offload.host_adamw import HostAdamW
 from toolkit.planning.plan import Plan
 
 # Tensors of a weight's state in bitsandbytes, and what they mean in 8 bits: one table of 256 numbers for each moment, the same for all weights.
@@ -36,6 +37,8 @@ def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.op
     if train.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=train.momentum, weight_decay=train.weight_decay)
     betas = (train.adam_beta1, train.adam_beta2)
+    if plan.offload_engine == "overlapped":
+        return HostAdamW(groups, rate=rate, betas=betas, epsilon=train.adam_epsilon, weight_decay=train.weight_decay)
     # One pass over the state, in RAM as on a card, and no temporaries (torch optim/adamw.py _fused_adamw).
     on_card = not plan.on_cpu and train.optimizer != "adamw_torch"
     is_fused = on_card or train.optimizer == "adamw_torch_fused" or plan.job.parallel.fsdp2_options.cpu_offload

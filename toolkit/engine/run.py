@@ -93,7 +93,7 @@ class Run:
     ) -> None:
         self.plan = plan
         self.world = world
-        self.engine = engine
+        self._engine = engine
         self.memory = memory or PhaseMemoryTracker(world.device)
         self.step_count = 0
         self.state: dict[str, Any] = {}
@@ -173,15 +173,17 @@ class Run:
 
     def close(self, *, leave_groups: bool = True) -> None:
         """Wait for a checkpoint that is being written, free the engine and leave the process groups that `tk.initialize` joined."""
-        if self.engine is None:
+        if self._engine is None:
             return
         try:
             self.finish_saving()
             self.call_hooks("end")
         finally:
-            if self.engine is not None:
-                self.engine.destroy()
-            self.engine = None
+            if self._engine is not None:
+                if (overlapped := getattr(self._engine, "overlapped", None)) is not None:
+                    overlapped.close()
+                self._engine.destroy()
+            self._engine = None
             restore_patches()
             if leave_groups:
                 destroy_world(self.world)
@@ -196,6 +198,14 @@ class Run:
         return prepare_in_turn(self.plan, self.world, tokenizer)
 
     @property
+    def engine(self) -> Any:
+        """The engine, None once the run is closed; weights that an overlapped step on the host still owes are there first."""
+        overlapped = getattr(self._engine, "overlapped", None)
+        if overlapped is not None:
+            overlapped.finish()
+        return self._engine
+
+    @property
     def model(self) -> nn.Module:
         """The model inside the engine: a `PreTrainedModel`, or a `PeftModel` around one."""
         return self.engine.module  # type: ignore[no-any-return]
@@ -203,13 +213,13 @@ class Run:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
-        return float(self.engine.get_lr()[0])
+        return float(self._engine.get_lr()[0])
 
     @property
     def gradient_norm(self) -> float | None:
         """The global norm before clipping of the last step; None if the engine does not compute it."""
         plain = self._passes.plain_norm
-        norm = self.engine.get_global_grad_norm() if plain is None else plain
+        norm = self._engine.get_global_grad_norm() if plain is None else plain
         return None if norm is None else float(norm)
 
     @checks_arguments
@@ -221,7 +231,7 @@ class Run:
     @contextmanager
     def keeping_hyperparameters(self) -> Iterator[None]:
         """Keep the learning rates, betas, weight decay and clipping of this run's plan while the block loads a checkpoint."""
-        own = Hyperparameters(self.engine)
+        own = Hyperparameters(self._engine)
         yield
         own.put_back()
         self._schedule.set_rates()
@@ -469,7 +479,7 @@ class Run:
 
     def _outputs(self, batches: Iterable[MicroBatch], names: Sequence[str]) -> Iterator[tuple[MicroBatch, Any]]:
         self._check_whole()
-        self.engine.eval()
+        self._engine.eval()
         try:
             for batch in each_fitting(Run.outputs, "batches", batches):
                 _check_names("batches", batch, names)
@@ -479,7 +489,7 @@ class Run:
                 yield moved, outputs
                 del outputs  # the caller's reference is the last one
         finally:
-            self.engine.train()
+            self._engine.train()
 
     def _collator(self, dataset: PackedDataset | StreamedRows) -> Collator:
         planned = self.plan.settings.sequence_length

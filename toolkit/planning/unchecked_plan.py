@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
 from toolkit.catalog.parameters import WHOLE, BackwardShares, count_lora_parameters, count_parameters
-from toolkit.config.job import TORCH_ADAMW, Dtype, Job
+from toolkit.config.job import TORCH_ADAMW, Dtype, Job, OffloadEngine
 from toolkit.deepspeed_spec.wrapper import Wrapper, optimizer_wrapper
 from toolkit.planning.offload import PROFILES, OffloadProfile
 from toolkit.planning.settings import Settings
@@ -56,6 +56,32 @@ class UncheckedPlan:
         """Sizes above 1 of the axes along which the model is split, by the job's key names."""
         sizes = {"tensor": self.job.parallel.tensor, "pipeline": self.job.parallel.pipeline}
         return {name: size for name, size in sizes.items() if size > 1}
+
+    @property
+    def offload_engine(self) -> OffloadEngine | None:
+        """Who steps an optimizer that is on the host: the toolkit beside the card, or DeepSpeed; None if it is not there."""
+        if self.profile.optimizer is None:
+            return None
+        wanted = self.job.parallel.offload_engine
+        return wanted or ("deepspeed" if self.against_overlap else "overlapped")
+
+    @property
+    def against_overlap(self) -> str | None:
+        """Why the toolkit's overlapped step cannot take the place of DeepSpeed's, as a clause; None if it can."""
+        parallel, train = self.job.parallel, self.job.train
+        written = self.job.deepspeed or {}
+        zero = written.get("zero_optimization") or {}
+        if self.profile.name != "optimizer-cpu":
+            return f"offload={self.profile.name} is DeepSpeed's alone"
+        if self.settings.zero_stage not in (1, 2):
+            return f"ZeRO-{self.settings.zero_stage} partitions the weights, which it would have to gather first"
+        if parallel.pipeline > 1:
+            return f"pipeline={parallel.pipeline} reads a stage's weights in the order of its schedule"
+        if train.optimizer not in ("adamw", "adamw_torch"):
+            return f"optimizer={train.optimizer} has no kernel on the host but DeepSpeed's"
+        if "optimizer" in written or "offload_optimizer" in zero:
+            return "the job's deepspeed section has options of DeepSpeed's own step"
+        return None
 
     @property
     def uses_torch_adam(self) -> bool:

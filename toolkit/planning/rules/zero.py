@@ -98,6 +98,23 @@ def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
+def offload_engine(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse an engine for the step on the host where nothing steps there, and the overlapped one where it cannot step."""
+    wanted, profile = draft.job.parallel.offload_engine, draft.profile
+    against = draft.against_overlap
+    if wanted is None or (profile.optimizer is not None and (wanted == "deepspeed" or against is None)):
+        return
+    why = "no optimizer state is on the host" if profile.optimizer is None else against
+    other = "remove offload_engine" if profile.optimizer is None else "set it to deepspeed"
+    yield Problem(
+        code="OFFLOAD_ENGINE",
+        key="parallel.offload_engine",
+        message=f"offload_engine={wanted} with offload={profile.name}: {why}",
+        fix=f"Set parallel.offload to optimizer-cpu with ZeRO-1 or 2, or {other}",
+        source="toolkit offload/overlapped.py",
+    )
+
+
 def offload_activations(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require checkpointed layers for activation offload, which moves their inputs."""
     if draft.profile.activations and not draft.settings.gradient_checkpointing:
@@ -197,6 +214,7 @@ RULES = (
     offload_path,
     offload_frozen,
     offload_ratio,
+    offload_engine,
     offload_activations,
     offload_host_memory,
     weights_alone,
