@@ -35,7 +35,8 @@ from toolkit.engine.zero3_trace import compare_within
 from toolkit.errors import PlanError, first_line, raise_all
 from toolkit.launch.build_tools import build_settings, built_with
 from toolkit.modeling.build import build_model, no_weight
-from toolkit.offload.overlapped import OverlappedOffload, overlapped_config
+from toolkit.offload.overlapped import OverlappedOffload
+from toolkit.planning.deepspeed_config import engine_config
 from toolkit.planning.plan import Plan
 from toolkit.tensor_parallel.guard import guard_engine
 
@@ -125,7 +126,7 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
         optimizer=made_here(plan, groups, model) if own else None,
         model_parameters=groups,
         lr_scheduler=schedule.build,
-        config=overlapped_config(plan.deepspeed_config()) if overlaps else plan.deepspeed_config(),
+        config=engine_config(plan),
         mpu=None if alone else ModelParallelUnit(world),
         dist_init_required=False,
     )

@@ -210,10 +210,12 @@ def _extensions(plan: Plan, consumer: Consumer) -> Iterator[Extension]:
         )
     brought = consumer == "accelerate" and not (on_host and plan.job.train.optimizer == "adamw")  # by its script
     if not brought and not plan.job.train.in_8_bits:
-        yield from _optimizer(plan, config, on_host=on_host)
+        yield from _optimizer(plan, config, consumer, on_host=on_host)
 
 
-def _optimizer(plan: Plan, config: Mapping[str, Any], *, on_host: bool) -> Iterator[Extension]:
+def _optimizer(plan: Plan, config: Mapping[str, Any], consumer: Consumer, *, on_host: bool) -> Iterator[Extension]:
+    if plan.offload_engine == "overlapped" and consumer == "toolkit":  # a kernel of the toolkit's own, or torch's
+        return
     section = config.get("optimizer", {"type": "AdamW"})
     kind = {"AdamW": "adam", "Lion": "lion"}.get(section.get("type"))
     if kind is None or section.get("params", {}).get("torch_adam"):

@@ -33,9 +33,6 @@ from toolkit.offload.host_memory import page_locked, unlock
 # hides behind the step of the next.
 PIECE = 32 * 2**20
 
-# Elements of a bucket of gradients, of which the card holds two.
-BUCKET = 100_000_000
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Piece:
@@ -328,26 +325,6 @@ class OverlappedOffload:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def overlapped_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a DeepSpeed configuration with `offload_optimizer` for an engine whose step is `OverlappedOffload`.
-
-    The optimizer is given by the toolkit. DeepSpeed page-locks nothing, since the host's memory is not what the card reads; gradients
-    leave in buckets of 100 million elements or less, so that the card holds few of them, reduced beside the backward pass.
-    """
-    zero = dict(config["zero_optimization"])
-    zero["offload_optimizer"] = dict(zero["offload_optimizer"]) | {"pin_memory": False}
-    zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", BUCKET)), BUCKET)
-    zero["overlap_comm"] = True
-    changed = {key: value for key, value in config.items() if key not in ("optimizer", "data_types")}
-    if zero["stage"] == 1 and "data_types" in config:  # stage 2 adds micro-batches up in fp32, on the host
-        changed["data_types"] = config["data_types"]
-    return changed | {
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
 
 
 def threads_of_rank(node_size: int) -> int:

@@ -17,6 +17,9 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 
 Consumer = Literal["toolkit", "trainer", "accelerate"]
 
+# Elements of a bucket of gradients under an overlapped step on the host; the card holds two.
+OVERLAPPED_BUCKET = 100_000_000
+
 
 def deepspeed_config(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]:
     """Return the configuration that `consumer` needs.
@@ -151,3 +154,29 @@ def _optimizer_section(draft: UncheckedPlan) -> dict[str, Any]:
     if train.optimizer == "adamw_torch_fused":
         params["fused"] = True
     return {"type": "AdamW", "params": params}
+
+
+def engine_config(draft: UncheckedPlan) -> dict[str, Any]:
+    """Return the configuration of the toolkit's own runs: that of the emitted files, unless the toolkit steps the optimizer.
+
+    Under an overlapped step on the host the toolkit gives the optimizer. DeepSpeed page-locks nothing, since the host's memory is not what the card reads; gradients
+    leave in buckets of 100 million elements or less, so that the card holds few of them, reduced beside the backward pass.
+
+    Raises:
+        PlanError: As of `deepspeed_config`.
+    """
+    config = deepspeed_config(draft, "toolkit")
+    if draft.offload_engine != "overlapped":
+        return config
+    zero = dict(config["zero_optimization"])
+    zero["offload_optimizer"] = dict(zero["offload_optimizer"]) | {"pin_memory": False}
+    zero["reduce_bucket_size"] = min(int(zero["reduce_bucket_size"]), OVERLAPPED_BUCKET)
+    zero["overlap_comm"] = True
+    changed = {key: value for key, value in config.items() if key not in ("optimizer", "data_types")}
+    if zero["stage"] == 1:  # stage 2 adds micro-batches up in fp32, on the host
+        changed["data_types"] = config["data_types"]
+    return changed | {
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }

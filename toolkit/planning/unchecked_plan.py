@@ -77,7 +77,7 @@ class UncheckedPlan:
             return f"ZeRO-{self.settings.zero_stage} partitions the weights, which it would have to gather first"
         if parallel.pipeline > 1:
             return f"pipeline={parallel.pipeline} reads a stage's weights in the order of its schedule"
-        if train.optimizer not in ("adamw", "adamw_torch"):
+        if train.optimizer not in ("adamw", *TORCH_ADAMW):
             return f"optimizer={train.optimizer} has no kernel on the host but DeepSpeed's"
         if "optimizer" in written or "offload_optimizer" in zero:
             return "the job's deepspeed section has options of DeepSpeed's own step"

@@ -15,6 +15,7 @@ from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
 from toolkit.deepspeed_spec.wrapper import Wrapper, optimizer_wrapper
 from toolkit.deepspeed_spec.zero import OffloadOptimizer, OffloadParam, Zero
+from toolkit.planning.deepspeed_config import engine_config
 from toolkit.planning.plan import Plan
 from toolkit.planning.settings import ITEMSIZES
 from toolkit.planning.state_bytes import MOMENT_BYTES, OF_OWN_TYPE
@@ -89,6 +90,7 @@ class EngineSettings:
         node_size: Ranks of a node.
         short_step: Whether ZeRO takes norms of all gradients at once, and casts them as it flattens them, as the toolkit has it do, and
             DeepSpeed alone does not (deepspeed_private.py shorten_step).
+        overlapped: Whether the toolkit steps an optimizer on the host beside the card (toolkit/offload/overlapped.py).
     """
 
     zero_stage: int
@@ -122,6 +124,7 @@ class EngineSettings:
     ddp: Ddp = field(default_factory=Ddp)
     node_size: int = 1
     short_step: bool = False
+    overlapped: bool = False
 
     @property
     def state_bytes(self) -> float:
@@ -198,12 +201,13 @@ def engine_settings(
     """Return the engine's settings, from a DeepSpeed configuration or from the plan's own."""
     if deepspeed_config is not None:
         return EngineSettings.read(deepspeed_config, dp_size=plan.grid.dp, zero_init=zero_init)
-    settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, zero_init=zero_init)
+    settings = EngineSettings.read(engine_config(plan), dp_size=plan.grid.dp, zero_init=zero_init)
     if plan.grid.pp > 1 and not plan.settings.reduces_once:
         settings = replace(settings, adds_up_on_host=True)
     settings = replace(
         settings,
         short_step=True,
+        overlapped=plan.offload_engine == "overlapped",
         decomposes=plan.job.train.changes_base,
         keeps_errors=plan.job.train.method != "full" and plan.job.train.adapters.init_lora_weights == "loftq",
     )

@@ -83,7 +83,9 @@ class Stage12(EngineReplay):
         if settings.offload_optimizer:
             # detach().clone() of the 16-bit partition before it leaves for the host.
             account.transient("flattening at start", self._partition * settings.itemsize)
-            account.allocate("offload staging buffer", self.largest_numel * settings.itemsize)
+            staging = self.largest_numel * settings.itemsize
+            take = account.transient if settings.overlapped else account.allocate
+            take("offload staging buffer", staging)
             return
         with account.temporary("flattening at start", self._partition * settings.itemsize):
             account.allocate("master parameters", master)
@@ -185,8 +187,10 @@ class Stage12(EngineReplay):
     def _into_partition(self, parameter: Parameter) -> None:
         account, settings = self.account, self.settings
         if self._compact:
-            if settings.offload_optimizer and self._last:
+            if settings.offload_optimizer and self._last and not settings.overlapped:
                 account.transient("gradient norm in fp64", parameter.numel * NORM_ITEMSIZE)
+            return
+        if settings.overlapped:  # gradients leave in their own type, and their norms are taken in one pass
             return
         if settings.offload_optimizer:
             if self._last:

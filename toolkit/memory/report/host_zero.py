@@ -20,6 +20,7 @@ from toolkit.memory.trace.events import MemoryTrace
 BEING_PINNED = "being page-locked"
 GRADIENTS = "gradients in fp32"
 PARTITIONS = "parameter partitions"
+MASTER_ITEMSIZE = 4
 
 
 def replay_stage12(memory: HostMemory, trace: MemoryTrace, settings: EngineSettings) -> None:
@@ -40,6 +41,9 @@ def replay_stage12(memory: HostMemory, trace: MemoryTrace, settings: EngineSetti
     largest = max((parameter.numel for parameter in trainable), default=0)
     master = settings.master_itemsize * partition
     staging = settings.itemsize * partition
+    if settings.overlapped:
+        _replay_overlapped(memory, settings, partition)
+        return
     hold("master parameters", master)
     # The pageable copy of the staging buffer is a local variable of the constructor, freed at its end.
     memory.allocate(BEING_PINNED, staging)
@@ -51,6 +55,23 @@ def replay_stage12(memory: HostMemory, trace: MemoryTrace, settings: EngineSetti
     if settings.adds_up_on_host and settings.accumulation_itemsize == settings.itemsize:  # else summed on the card
         for size in max(gradient_bytes(trace, settings), key=sum):  # those of the fullest rank
             hold("accumulated gradients", size)
+    memory.allocate("optimizer state", settings.state_bytes * partition)
+
+
+def _replay_overlapped(memory: HostMemory, settings: EngineSettings, partition: int) -> None:
+    """Replay an overlapped step: DeepSpeed makes its own buffers, which are released for those of the toolkit.
+
+    Source:
+        toolkit/offload/overlapped.py OverlappedOffload.__init__.
+    """
+    staging, master = settings.itemsize * partition, settings.master_itemsize * partition
+    memory.allocate("master parameters", master)
+    with memory.temporary("DeepSpeed's own buffers", staging + master):
+        memory.pin("gradients on their way", settings.itemsize * partition)
+        memory.pin("weights on their way", settings.itemsize * partition)
+    memory.start_passes()
+    if settings.zero_stage == 2 and settings.accumulation_steps > 1:
+        memory.allocate("sums of gradients", MASTER_ITEMSIZE * partition)
     memory.allocate("optimizer state", settings.state_bytes * partition)
 
 
