@@ -58,13 +58,15 @@ class EngineTime:
         beside: Seconds of collectives and copies that run beside the passes and that these wait for, by part.
         host_seconds: Seconds of the host during the passes.
         stages: Seconds of the card and of the host for each part of the step after which the host waits for the card: the search
+        stages: Seconds of the card and of the host for each part of the step after which the host waits for the card: the search
             for overflow, the norm, and the rest; those of the card are among `step`.
-    """
+        overlapped: Seconds of the optimizer's step on the host beside the next forward pass, which waits for the rest of them.
 
     step: dict[str, float] = field(default_factory=dict)
     beside: dict[str, float] = field(default_factory=dict)
     host_seconds: float = 0.0
     stages: tuple[tuple[float, float], ...] = ()
+    overlapped: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,7 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
     if plan.job.parallel.strategy == "zero" and stage == 0 and size < 4:
         _add(step, "gradient copies", STAGE0_BYTES * elements / speed.bytes_per_second)
     beside: dict[str, float] = {}
+    overlapped = 0.0
     collective = links.ring_seconds(gradient, shares, per_node=per_node, passes=1 if stage == 3 else 2) * reductions
     if shares < dp:
         between = links.ring_seconds(gradient / shares, dp // shares, per_node=max(1, per_node // shares), passes=2)
@@ -189,6 +192,10 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         )  # one kernel, as ADAM_BYTES, and the norm
         on_host = own * min(per_node, plan.grid.world_size) * each
         _add(step, "optimizer on the host", on_host / speed.host_adam_bytes_per_second)
+    elif settings.overlapped:
+        sums = stage == 2 and accumulation > 1
+        each = 2 * (MASTER_BYTES + settings.state_bytes) + size + (MASTER_BYTES if sums else size)
+        overlapped = own * min(per_node, plan.grid.world_size) * each / speed.host_adam_bytes_per_second
     elif offloaded:
         elements_here = offloaded * own
         ranks = min(per_node, plan.grid.world_size)  # they share the host's memory
@@ -211,6 +218,7 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         beside=beside,
         host_seconds=host,
         stages=stages,
+        overlapped=overlapped,
     )
 
 
@@ -241,6 +249,8 @@ def _step_stages(
         + UPDATE_BYTES / speed.bytes_per_second
         + UPDATE_CASTS / speed.upcast_elements_per_second
     )
+    if settings.overlapped:  # the norms are taken as the gradients leave
+        return ((0.0, speed.host_step_seconds),)
     if settings.short_step and settings.zero_stage in (1, 2) and settings.offload_optimizer is None:
         norm = own * settings.itemsize / speed.bytes_per_second
         adam = _adam_bytes(settings, size=settings.master_itemsize) / speed.adam_bytes_per_second

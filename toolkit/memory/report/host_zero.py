@@ -67,8 +67,8 @@ def _replay_overlapped(memory: HostMemory, settings: EngineSettings, partition: 
     staging, master = settings.itemsize * partition, settings.master_itemsize * partition
     memory.allocate("master parameters", master)
     with memory.temporary("DeepSpeed's own buffers", staging + master):
-        memory.pin("gradients on their way", settings.itemsize * partition)
-        memory.pin("weights on their way", settings.itemsize * partition)
+        memory.allocate("gradients on their way", settings.itemsize * partition)
+        memory.allocate("weights on their way", settings.itemsize * partition)
     memory.start_passes()
     if settings.zero_stage == 2 and settings.accumulation_steps > 1:
         memory.allocate("sums of gradients", MASTER_ITEMSIZE * partition)
