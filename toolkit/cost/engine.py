@@ -58,9 +58,9 @@ class EngineTime:
         beside: Seconds of collectives and copies that run beside the passes and that these wait for, by part.
         host_seconds: Seconds of the host during the passes.
         stages: Seconds of the card and of the host for each part of the step after which the host waits for the card: the search
-        stages: Seconds of the card and of the host for each part of the step after which the host waits for the card: the search
             for overflow, the norm, and the rest; those of the card are among `step`.
         overlapped: Seconds of the optimizer's step on the host beside the next forward pass, which waits for the rest of them.
+    """
 
     step: dict[str, float] = field(default_factory=dict)
     beside: dict[str, float] = field(default_factory=dict)
