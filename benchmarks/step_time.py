@@ -115,7 +115,8 @@ def _parallel_rows() -> Iterator[Row]:
             stage, _, offload = run["case"].removeprefix("zero").partition("-")
             own = train | {"sequence_length": 2048, "per_device_train_batch_size": 4}
             own["gradient_checkpointing"] = run["gradient_checkpointing"]
-            job = {"train": own, "parallel": {"zero_stage": int(stage), "offload": offload or "none"}}
+            by_deepspeed = {"offload_engine": "deepspeed"} if offload == "optimizer-cpu" else {}
+            job = {"train": own, "parallel": {"zero_stage": int(stage), "offload": offload or "none"} | by_deepspeed}
             job["deepspeed"] = {"zero_optimization": {"overlap_comm": stage == "3"}}
             name = f"two cards, {run['case']}{', checkpointing' if run['gradient_checkpointing'] else ''}"
             groups[name].append((run["step_seconds"], ("llama-3.2-1b", 0, H200, 2, job)))

@@ -104,9 +104,11 @@ def test_more_cards_give_more_tokens_and_pay_for_collectives():
 
 
 def test_an_optimizer_on_the_host_takes_longer():
-    card, host = time_of(), time_of(parallel={"offload": "optimizer-cpu"})
+    card, beside = time_of(), time_of(parallel={"offload": "optimizer-cpu"})
+    host = time_of(parallel={"offload": "optimizer-cpu", "offload_engine": "deepspeed"})
     assert host.seconds > 1.3 * card.seconds
     assert host.parts["optimizer on the host"] > host.parts.get("optimizer", 0)
+    assert card.seconds < beside.seconds < host.seconds
 
 
 def test_a_tiny_batch_is_bound_by_the_host_and_says_so():

@@ -15,7 +15,7 @@ from toolkit.launch.build_locks import STALE_SECONDS, delete_stale_locks, stale_
 from toolkit.launch.builds import main
 from toolkit.launch.extensions import Installed, Machine
 
-OFFLOAD = {"parallel": {"zero_stage": 2, "offload": "optimizer-cpu"}}
+OFFLOAD = {"parallel": {"zero_stage": 2, "offload": "optimizer-cpu", "offload_engine": "deepspeed"}}
 OLD = Installed(torch=(2, 13), cuda=None)
 BATON = """
 import sys, time

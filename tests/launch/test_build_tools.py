@@ -17,7 +17,7 @@ from toolkit.launch.environment import Setting
 from toolkit.launch.extensions import Installed, Machine
 
 CUDA = Installed(torch=(2, 13), cuda="13.0")
-HOST = {"zero_stage": 2, "offload": "optimizer-cpu"}
+HOST = {"zero_stage": 2, "offload": "optimizer-cpu", "offload_engine": "deepspeed"}
 CARD = "h100-sxm-80gb"
 
 

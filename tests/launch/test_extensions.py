@@ -13,7 +13,7 @@ from tiny_plans import tiny_plan
 from toolkit.launch.extensions import Installed, Machine, extensions_of, installed_libraries
 
 CARD = "h100-sxm-80gb"
-HOST = {"zero_stage": 2, "offload": "optimizer-cpu"}
+HOST = {"zero_stage": 2, "offload": "optimizer-cpu", "offload_engine": "deepspeed"}
 SHM = "deepspeed_shm_comm"
 
 

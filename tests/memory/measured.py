@@ -50,12 +50,13 @@ def plan_of(run: dict[str, Any], folder: Path) -> Plan:
     if "lora" in case:
         train |= {"method": "lora", "lora": {"r": case["lora"]}}
     offload = "full-cpu" if case.get("offload_param") else "optimizer-cpu" if case.get("offload_optimizer") else "none"
+    by_deepspeed = {} if offload == "none" else {"offload_engine": "deepspeed"}
     job = tk.Job.model_validate(
         {
             "model": {"name": str(path), "init": "random"},
             "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": run["world"]},
             "train": train,
-            "parallel": {"zero_stage": stage, "offload": offload},
+            "parallel": {"zero_stage": stage, "offload": offload} | by_deepspeed,
             "deepspeed": {"zero_optimization": zero} if zero else {},
         }
     )

@@ -37,6 +37,7 @@ def estimator():
 def test_peak_and_host_memory_are_those_of_the_run(estimator, tmp_path, case, checkpointing, num_gpus):
     header, row = OURS[case, checkpointing, num_gpus]
     stage, _, profile = case.removeprefix("zero").partition("-")
+    by_deepspeed = {"offload_engine": "deepspeed"} if profile == "optimizer-cpu" else {}
     job = {
         "model": {"name": header["model"].partition(" ")[0], "init": "random"},
         "cluster": {"gpu": "h200-sxm-141gb", "gpus_per_node": num_gpus, "nvme_path": str(tmp_path)},
@@ -46,7 +47,7 @@ def test_peak_and_host_memory_are_those_of_the_run(estimator, tmp_path, case, ch
             "gradient_accumulation_steps": header["accumulation"],
             "gradient_checkpointing": checkpointing,
         },
-        "parallel": {"zero_stage": int(stage), "offload": profile or "none"},
+        "parallel": {"zero_stage": int(stage), "offload": profile or "none"} | by_deepspeed,
         "deepspeed": {"zero_optimization": {"overlap_comm": int(stage) == 3}},
     }
     with deepspeeds_own_step():
