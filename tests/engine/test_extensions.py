@@ -19,7 +19,7 @@ from toolkit.errors import RunError
 
 # Asked twice by each build, for a second.
 CPU = functools.cache(cpuinfo.get_cpu_info)
-OFFLOAD = {"zero_stage": 2, "offload": "optimizer-cpu"}
+OFFLOAD = {"zero_stage": 2, "offload": "optimizer-cpu", "offload_engine": "deepspeed"}
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ try:
 except tk.ToolkitError as error:
     found["two ranks"] = error.codes
 os.environ["CXX"], os.environ["TORCH_EXTENSIONS_DIR"] = "absent-compiler", "/nonexistent"
-host = tiny_plan(ranks=1, parallel={"zero_stage": 2, "offload": "optimizer-cpu"})
+host = tiny_plan(ranks=1, parallel={"zero_stage": 3, "offload": "optimizer-cpu-partial"})
 try:
     tk.initialize(host)
 except tk.ToolkitError as error:

@@ -301,6 +301,9 @@ RULES: dict[str, Rule] = {
         fits=lambda now, then: bool(now.job.train.used_momentum) == bool(then.job.train.used_momentum),
     ),
     "parallel.offload": replace(_CONVERTED, fits=_same_devices),
+    "parallel.offload_engine": replace(  # the state is one and the same; the order of its sums is not
+        _TOLD, counts=lambda now, then: {now.profile.name, then.profile.name} == {"optimizer-cpu"}
+    ),
     "parallel.offload_ratio": replace(
         _CONVERTED, counts=lambda now, then: now.profile.partial and then.profile.partial
     ),

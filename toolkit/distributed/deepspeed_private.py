@@ -416,6 +416,7 @@ class OffloadedPartitions:
             master.grad = None
         for parts in wrapper.offload_gradient_dict.values():  # parameters refer to these lists
             parts.clear()
+        wrapper._get_offload_gradient_dict = lambda: None  # made again after a load (_link_all_hp_params)
         wrapper.param_buffer_of_bit16_for_cpu_offload_groups = []
         wrapper.temp_grad_buffer_for_cpu_offload = wrapper.temp_grad_buffer_for_gpu_offload = None
 
@@ -485,9 +486,10 @@ class OffloadedPartitions:
             return 1 / scale
         return 1 / (max(1.0, (norm / scale + 1e-6) / clip) * scale) if is_finite else 0.0
 
-    def link_states(self) -> None:
-        """Let DeepSpeed find the states, once they are there (utils/tensor_fragment.py)."""
+    def note_step(self) -> None:
+        """Let DeepSpeed find the states, once they are there, and torch's schedules know of a step (utils/tensor_fragment.py)."""
         self._wrapper._lazy_init_hp_params_optimizer_state()
+        self.optimizer._opt_called = True  # torch optim/lr_scheduler.py LRScheduler.step
 
 
 def unite_optimizers(optimizer: Any) -> list[int]:

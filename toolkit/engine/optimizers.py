@@ -38,7 +38,14 @@ def made_here(plan: Plan, groups: list[Any], model: torch.nn.Module) -> torch.op
         return torch.optim.SGD(groups, lr=rate, momentum=train.momentum, weight_decay=train.weight_decay)
     betas = (train.adam_beta1, train.adam_beta2)
     if plan.offload_engine == "overlapped":
-        return HostAdamW(groups, rate=rate, betas=betas, epsilon=train.adam_epsilon, weight_decay=train.weight_decay)
+        return HostAdamW(
+            groups,
+            rate=rate,
+            betas=betas,
+            epsilon=train.adam_epsilon,
+            weight_decay=train.weight_decay,
+            counts_in_tensors=plan.uses_torch_adam,
+        )
     # One pass over the state, in RAM as on a card, and no temporaries (torch optim/adamw.py _fused_adamw).
     on_card = not plan.on_cpu and train.optimizer != "adamw_torch"
     is_fused = on_card or train.optimizer == "adamw_torch_fused" or plan.job.parallel.fsdp2_options.cpu_offload

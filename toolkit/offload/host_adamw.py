@@ -138,36 +138,44 @@ class HostAdamW(torch.optim.Optimizer):
         betas: Decays of the two moments.
         epsilon: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
+        counts_in_tensors: Whether steps are counted in tensors, as torch's AdamW does, whose place this one takes.
     Source:
-        deepspeed ops/adam/cpu_adam.py DeepSpeedCPUAdam, whose checkpoints it reads and whose it can read.
+        deepspeed ops/adam/cpu_adam.py DeepSpeedCPUAdam and torch optim/adamw.py AdamW, which can read its state, as it can theirs.
     """
 
     def __init__(
-        self, groups: Iterable[Any], *, rate: float, betas: tuple[float, float], epsilon: float, weight_decay: float
+        self,
+        groups: Iterable[Any],
+        *,
+        rate: float,
+        betas: tuple[float, float],
+        epsilon: float,
+        weight_decay: float,
+        counts_in_tensors: bool,
     ) -> None:
+        self._counts_in_tensors = counts_in_tensors
         options = {"lr": rate, "betas": betas, "eps": epsilon, "weight_decay": weight_decay}
         super().__init__(groups, options | {"bias_correction": True, "amsgrad": False})
 
-    def state_of(self, weight: Tensor) -> dict[str, Any]:
-        """Return the state of a flat weight, which the first call makes."""
+    def next_step(self, weight: Tensor) -> tuple[int, tuple[Tensor, Tensor]]:
+        """Count a step of a flat weight; return its number, from 1 on, and the moments, which the first call makes."""
         state: dict[str, Any] = self.state[weight]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(weight.data) for _ in range(2))
-        return state
+        number = int(state.get("step", 0)) + 1
+        state["step"] = torch.tensor(float(number)) if self._counts_in_tensors else number
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key not in state:
+                state[key] = torch.zeros_like(weight.data)
+        return number, (state["exp_avg"], state["exp_avg_sq"])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step every weight that has a gradient."""
         for group in self.param_groups:
             for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.state_of(weight)
-                state["step"] += 1
-                factors = factors_of(group, step=state["step"], gradient=1.0)
-                moments = (state["exp_avg"], state["exp_avg_sq"])
-                step(weight.data, moments, weight.grad, weight.data, factors, threads=torch.get_num_threads())
+                if weight.grad is not None:
+                    number, moments = self.next_step(weight)
+                    factors = factors_of(group, step=number, gradient=1.0)
+                    step(weight.data, moments, weight.grad, weight.data, factors, threads=torch.get_num_threads())
 
 
 def factors_of(group: dict[str, Any], *, step: int, gradient: float) -> StepFactors:

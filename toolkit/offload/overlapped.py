@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,10 +199,12 @@ class OverlappedOffload:
         if factor is None:  # an overflow of fp16: nothing is stepped
             self._forget()
             return
-        for group, weight in enumerate(self._of.masters):
+        of_groups = []
+        for group, (weight, options) in enumerate(zip(self._of.masters, self._of.optimizer.param_groups, strict=True)):
             self._clear_missing(group)
-            self._of.optimizer.state_of(weight)["step"] += 1
-        self._of.link_states()
+            number, moments = self._of.optimizer.next_step(weight)
+            of_groups.append((factors_of(options, step=number, gradient=factor), moments))
+        self._of.note_step()
         self._forget()
         for piece in self._pieces:
             piece.stepped.clear()
@@ -209,14 +212,11 @@ class OverlappedOffload:
         arrived = self._event()
         if arrived is not None:
             arrived.record()  # DeepSpeed's backward pass has ended by waiting for the stream of the copies
-        rates = [dict(group) for group in self._of.optimizer.param_groups]
         for piece in self._pieces:
             if piece.owner == self._rank:
-                count = self._of.optimizer.state_of(self._of.masters[piece.group])["step"]
-                factors = factors_of(rates[piece.group], step=count, gradient=factor)
-                self._jobs.put(lambda piece=piece, factors=factors: self._step_piece(piece, factors, arrived))  # type: ignore[misc]
+                self._jobs.put(partial(self._step_piece, piece, *of_groups[piece.group], arrived))
             if self._group is not None:
-                self._jobs.put(lambda piece=piece: self._send(piece))  # type: ignore[misc]
+                self._jobs.put(partial(self._send, piece))
 
     def _local_norms(self) -> list[tuple[nn.Parameter, Tensor]]:
         if self._sums is None:
@@ -234,20 +234,14 @@ class OverlappedOffload:
     def _forget(self) -> None:
         self._norms, self._squares, self._seen = [], {}, set()
 
-    def _step_piece(self, piece: _Piece, factors: StepFactors, arrived: Any) -> None:
-        place = piece.start - piece.owner * len(self._gradients[piece.group])
-        master = self._of.masters[piece.group]
-        state = self._of.optimizer.state_of(master)
-
-        def part(whole: Tensor) -> Tensor:
-            return whole.narrow(0, place, piece.numel)
-
+    def _step_piece(self, piece: _Piece, factors: StepFactors, moments: tuple[Tensor, Tensor], arrived: Any) -> None:
         if arrived is not None:
             arrived.synchronize()
-        gradients = part((self._gradients if self._sums is None else self._sums)[piece.group])
-        weights = part(self._weights[piece.group])
-        moments = (part(state["exp_avg"]), part(state["exp_avg_sq"]))
-        step(part(master.data), moments, gradients, weights, factors, threads=self._threads)
+        place = piece.start - piece.owner * len(self._gradients[piece.group])
+        held = (self._gradients if self._sums is None else self._sums)[piece.group]
+        whole = (self._of.masters[piece.group].data, *moments, held, self._weights[piece.group])
+        master, first, second, gradients, weights = (one.narrow(0, place, piece.numel) for one in whole)
+        step(master, (first, second), gradients, weights, factors, threads=self._threads)
         with nullcontext() if self._up is None else torch.cuda.stream(self._up):
             self._of.flats[piece.group].narrow(0, piece.start, piece.numel).copy_(weights, non_blocking=True)
             if piece.returned is not None:
@@ -313,7 +307,8 @@ class OverlappedOffload:
         self._thread.join()
         for memory in (*self._gradients, *self._weights):
             unlock(memory, self._device)
-        if self._group is not None:
+        # After a failure other ranks may never send what this one waits for, and destroying the group would abort the process.
+        if self._group is not None and self._failure is None and self._synced == len(self._pieces):
             dist.destroy_process_group(self._group)
 
     def _wait_for(self, is_done: Callable[[], bool]) -> None:

@@ -1,0 +1,113 @@
+"""AdamW on the host is torch's, by its kernel and without a compiler."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from toolkit.offload import host_adamw
+from toolkit.offload.host_adamw import HostAdamW, StepFactors, accumulate, step
+
+NUM = 70_003  # more than a group of blocks, and no multiple of anything
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(host_adamw, "kernel", lambda: None)
+    elif host_adamw.kernel() is None:
+        pytest.skip("no C++ compiler here")
+    return str(request.param)
+
+
+def states(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weights, first, gradients = (torch.randn(NUM, generator=generator) for _ in range(3))
+    return weights, 0.1 * first, torch.rand(NUM, generator=generator), gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_step_is_that_of_torch(way: str, dtype: torch.dtype) -> None:
+    weights, first, second, gradients = states()
+    gradients = gradients.to(dtype)
+    expected = torch.nn.Parameter(weights.clone())
+    plain = torch.optim.AdamW([expected], lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    plain.state[expected] = {"step": torch.tensor(4.0), "exp_avg": first.clone(), "exp_avg_sq": second.clone()}
+    expected.grad = gradients.float() * 0.5
+    plain.step()
+    sent = torch.empty(NUM, dtype=dtype)
+    factors = StepFactors(rate=1e-2, betas=(0.8, 0.95), epsilon=1e-6, weight_decay=0.1, step=5, gradient=0.5)
+    step(weights, (first, second), gradients, sent, factors, threads=2)
+    state = plain.state[expected]
+    for found, wanted in ((weights, expected.data), (first, state["exp_avg"]), (second, state["exp_avg_sq"])):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+    assert torch.equal(sent, weights.to(dtype))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 70000.0, 65504.0, 1e-7, 6e-8, 3e-5, -0.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_any_weight_is_rounded_as_torch_does(way: str, dtype: torch.dtype, value: float) -> None:
+    weights, zeros = torch.full((9,), value), torch.zeros(9)
+    sent = torch.empty(9, dtype=dtype)
+    factors = StepFactors(rate=0.0, betas=(0.9, 0.99), epsilon=1.0, weight_decay=0.0, step=1)
+    step(weights, (zeros, zeros.clone()), zeros.to(dtype), sent, factors, threads=1)
+    torch.testing.assert_close(sent, torch.full((9,), value).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_micro_batches_are_added_up_in_fp32(way: str, dtype: torch.dtype) -> None:
+    one, other = states(1)[3].to(dtype), states(2)[3].to(dtype)
+    sums = torch.full((NUM,), torch.nan)
+    accumulate(sums, one, begins=True, threads=2)
+    squares = accumulate(sums, other, begins=False, threads=2)
+    assert torch.equal(sums, one.float() + other.float())
+    assert squares == pytest.approx(float(sums.double().square().sum()), rel=1e-6)
+
+
+def test_without_a_compiler_torch_steps_after_one_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "/absent/compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    host_adamw.kernel.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert host_adamw.kernel() is None
+            assert host_adamw.kernel() is None
+    finally:
+        host_adamw.kernel.cache_clear()
+    (record,) = caplog.records
+    assert "/absent/compiler" in record.message
+
+
+def test_plain_code_and_that_for_this_processor_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    if host_adamw.kernel() is None:
+        pytest.skip("no C++ compiler here")
+    found = []
+    for processors in (host_adamw._PROCESSORS, ((),)):
+        monkeypatch.setattr(host_adamw, "_PROCESSORS", processors)
+        monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/{len(processors)}")
+        host_adamw.kernel.cache_clear()
+        weights, first, second, gradients = states()
+        sent = torch.empty(NUM, dtype=torch.float16)
+        factors = StepFactors(rate=1e-2, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1, step=3)
+        step(weights, (first, second), gradients.half(), sent, factors, threads=1)
+        found.append((weights, first, second, sent))
+    host_adamw.kernel.cache_clear()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_steps_are_counted_as_the_optimizer_does_whose_place_it_takes() -> None:
+    for in_tensors in (True, False):
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer = HostAdamW(
+            [weight], rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, weight_decay=0.0, counts_in_tensors=in_tensors
+        )
+        weight.grad = torch.ones(4)
+        optimizer.step()
+        assert isinstance(optimizer.state[weight]["step"], torch.Tensor if in_tensors else int)
+        torch.testing.assert_close(weight.data, torch.full((4,), 0.9))

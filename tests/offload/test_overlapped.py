@@ -1,0 +1,129 @@
+"""A step on the host beside the card is that of DeepSpeed's engine, goes over to it and back, and fails where it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from ranks import leave_group, run_distributed
+from tiny_plans import RANKS, step_batches, tiny_plan
+
+import toolkit as tk
+from toolkit.offload import overlapped
+
+ADAM = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+LORA = {"method": "lora", "lora": {"r": 4, "lora_alpha": 16}}
+# Options of train and parallel, and whether the run is in fp16.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "fp32": ({}, {"zero_stage": 2}, False),
+    "bf16 recomputed": ({"precision": "bf16", "gradient_checkpointing": True}, {"zero_stage": 2}, False),
+    "bf16 fp32 sums": ({"precision": "bf16", "gradient_accumulation_dtype": "fp32"}, {"zero_stage": 1}, False),
+    "lora": (LORA, {"zero_stage": 1}, False),
+    "fp16 overflow": ({}, {"zero_stage": 2}, True),
+    "tied, chunked loss": ({"loss": "chunked"}, {"zero_stage": 2}, False),
+}
+ENGINES = ("overlapped", "deepspeed")
+STEPS, SAVED = 6, 3
+
+
+def plan_of(case: str, engine: str) -> Any:
+    train, parallel, half = CASES[case]
+    plan = tiny_plan(
+        "llama-tied" if "tied" in case else "llama",
+        ranks=RANKS,
+        train=ADAM | {"gradient_accumulation_steps": 2} | train,
+        parallel={"offload": "optimizer-cpu", "offload_engine": engine, **parallel},
+    )
+    if half:
+        plan = dataclasses.replace(
+            plan, settings=dataclasses.replace(plan.settings, precision="fp16", gradient_accumulation_dtype="fp16")
+        )
+    return plan
+
+
+def train_all(rank: int, folder: str) -> dict[str, Any]:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    leave_group()
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: True)  # torch computes it there
+        for case in CASES:
+            for engine in ENGINES:
+                found[case, engine] = train(rank, case, engine, Path(folder))
+        found["across"] = {engine: resume(rank, engine, Path(folder)) for engine in ENGINES}
+    return found
+
+
+def train(rank: int, case: str, engine: str, folder: Path) -> dict[str, Any]:
+    losses, norms = [], []
+    with tk.initialize(plan_of(case, engine)) as run:
+        if CASES[case][2]:
+            run.engine.optimizer.loss_scaler.cur_scale = 2.0**18  # of which gradients overflow until it has fallen
+        for step in range(STEPS):
+            losses.append(float(run.step(step_batches(step, ranks=RANKS)[rank][:2])))
+            norms.append(run.gradient_norm)
+            if case == "fp32" and step + 1 == SAVED:
+                tk.save(run, folder / engine)
+        evaluated = run.evaluate(step_batches(99, ranks=RANKS)[rank])
+        weights = [value.detach().float().numpy().copy() for value in run.model.parameters()]
+        skipped = run.engine.skipped_steps
+    return {"losses": losses, "norms": norms, "evaluated": evaluated, "weights": weights, "skipped": skipped}
+
+
+def resume(rank: int, engine: str, folder: Path) -> list[float]:
+    """Go on by one engine from what the other one saved."""
+    (other,) = (one for one in ENGINES if one != engine)
+    with tk.initialize(plan_of("fp32", engine)) as run:
+        tk.load(run, folder / other)
+        return [float(run.step(step_batches(step, ranks=RANKS)[rank][:2])) for step in range(run.step_count, STEPS)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    return run_distributed(train_all, RANKS, str(tmp_path_factory.mktemp("saved")))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_deepspeed_does(found: list[dict[Any, Any]], case: str) -> None:
+    half = "16" in case
+    for of_rank in found:
+        ours, theirs = (of_rank[case, engine] for engine in ENGINES)
+        near = 1e-2 if half else 1e-6
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=near)
+        assert ours["norms"] == pytest.approx(theirs["norms"], rel=3e-2 if half else 1e-5)
+        assert ours["evaluated"] == pytest.approx(theirs["evaluated"], rel=near)
+        assert ours["skipped"] == theirs["skipped"]
+        for one, other in zip(ours["weights"], theirs["weights"], strict=True):
+            numpy.testing.assert_allclose(one, other, rtol=0, atol=2e-2 if half else 1e-5)
+    for one, other in zip(*(of_rank[case, "overlapped"]["weights"] for of_rank in found), strict=True):
+        assert numpy.array_equal(one, other), "all ranks have the same weights"
+    if case == "fp16 overflow":
+        assert found[0][case, "overlapped"]["skipped"] > 0
+    assert min(found[0][case, "overlapped"]["losses"]) < found[0][case, "overlapped"]["losses"][0]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_checkpoint_goes_over_to_the_other_engine(found: list[dict[Any, Any]], engine: str) -> None:
+    whole = found[0]["fp32", engine]["losses"][SAVED:]
+    assert found[0]["across"][engine] == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.gloo
+def test_what_fails_in_the_thread_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_step(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(overlapped, "step", no_step)
+    plan = tiny_plan(ranks=1, train=ADAM, parallel={"zero_stage": 2, "offload": "optimizer-cpu"})
+    with tk.initialize(plan) as run:
+        run.step(step_batches(0, ranks=1)[0])
+        with pytest.raises(MemoryError, match="no room"):
+            run.step(step_batches(1, ranks=1)[0])
+    assert not [thread for thread in threading.enumerate() if thread.name == "toolkit-host-step"]
