@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_model, tokens
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from toolkit.config.job import Lora
 from toolkit.errors import PlanError
@@ -102,3 +103,16 @@ def test_what_cannot_be_adapted_is_one_line_with_a_way_out(
 def test_dropout_beside_the_experts_is_allowed() -> None:
     model = apply_lora(tiny_model("mixtral"), Lora(lora_dropout=0.1, target_modules=("q_proj", "v_proj")), seed=0)
     assert len(adapters(model)) == 2 * 2 * 2
+
+
+def test_all_linear_leaves_layers_of_the_models_own_class() -> None:
+    """A router of Llama 4 or Phi-MoE is a linear layer that returns a tuple, which an adapter cannot add to."""
+    from toolkit.twins.comparison import build_twin, make_batch, plain_torch
+
+    config = CONFIG_MAPPING["llama4_text"]()
+    with plain_torch():
+        adapted = apply_lora(build_twin(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config), Lora(r=2), seed=0)
+        adapted(**make_batch()).loss.backward()
+    names = {name for name, module in adapted.named_modules() if hasattr(module, "lora_A")}
+    assert not any(name.endswith("router") for name in names)
+    assert any(name.endswith("q_proj") for name in names)

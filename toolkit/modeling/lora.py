@@ -56,7 +56,8 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules=_resolved_targets(model, targets),
-        exclude_modules=_on_other_stages(model),
+        exclude_modules=[*(_on_other_stages(model) or ()), *(_own_linears(model) if targets == "all-linear" else ())]
+        or None,
         modules_to_save=list(lora.modules_to_save) or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
@@ -117,13 +118,28 @@ def _resolved_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) ->
     if targets != "all-linear" or not sharded:
         return targets
     head = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if module is not head and _is_linear(module)]
+    apart = {*_own_linears(model)}
+    return [
+        name
+        for name, module in model.named_modules()
+        if module is not head and _is_linear(module) and name not in apart
+    ]
 
 
 def _on_other_stages(model: PreTrainedModel) -> list[str] | None:
     """Return the names of modules of a split model that other stages own and adapt; None for a whole model."""
     info = stage_info(model)
     return None if info is None else list(info.absent)
+
+
+def _own_linears(model: PreTrainedModel) -> list[str]:
+    """Return the names of linear layers of a class of the model's own file, such as routers that return more than their scores."""
+    home = type(model).__mro__[1 if isinstance(model, PartOfModel) else 0].__module__
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and type(module).__module__ == home
+    ]
 
 
 def _is_linear(module: torch.nn.Module) -> bool:

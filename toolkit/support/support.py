@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from toolkit.arguments import checks_arguments
 from toolkit.config.job import Cluster, Job, Lora, Model, Parallel, Train
-from toolkit.errors import PlanError, ToolkitError, first_line
+from toolkit.errors import PlanError, ToolkitError, first_line, raise_all
 from toolkit.introspect import tied_keys
 from toolkit.memory.estimate import estimate
 from toolkit.modeling.architecture import import_architecture, model_config
@@ -28,12 +28,12 @@ from toolkit.modeling.proofs import check_twin, class_and_config, prove_splits
 from toolkit.pipeline_parallel.decoder_layout import find_anatomy
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve
-from toolkit.tensor_parallel.plan import ColumnParallel
+from toolkit.tensor_parallel.derive import heads_of
 from toolkit.tensor_parallel.proof import tensor_proof
-from toolkit.tensor_parallel.tables import has_table, tp_plan_for
+from toolkit.tensor_parallel.tables import has_table, is_fused, tp_plan_for
 from toolkit.tensor_parallel.validate import problems
 from toolkit.topology.grid import divisors
-from toolkit.twins.comparison import build_twin, copy_of, make_batch, plain_torch, run
+from toolkit.twins.comparison import NoTwinError, build_twin, copy_of, make_batch, plain_torch, run
 from toolkit.units import format_count
 
 Part = Literal["estimate", "tensor", "pipeline", "lora", "export"]
@@ -132,7 +132,7 @@ def _tried(part: Part, attempt: Callable[[], tuple[tuple[int, ...], str]]) -> Ve
     except ToolkitError as error:
         return Verdict(part=part, supported=False, sizes=(), detail=error.problems[0].message)
     except Exception as error:  # code of any model
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        kind = "" if type(error) in (ValueError, NoTwinError) else f"{type(error).__name__}: "
         return Verdict(part=part, supported=False, sizes=(), detail=f"{kind}{first_line(error)}")
     return Verdict(part=part, supported=True, sizes=sizes, detail=detail)
 
@@ -146,23 +146,29 @@ def _estimated(plan: Plan | None, reason: str, empty: PreTrainedModel) -> tuple[
 
 def _sharded(empty: PreTrainedModel) -> tuple[tuple[int, ...], str]:
     """Try numbers of tensor ranks that divide the heads, or the powers of two where attention stays whole."""
-    styles = tp_plan_for(empty)
-    heads = styles.heads
-    columns = [style for style in styles.table.values() if isinstance(style, ColumnParallel)]
-    fused = any({"query", "key_value"} <= {*style.parts} for style in columns)
-    cut = any({*style.parts} & {"query", "key_value"} for style in columns)
+    if not has_table(empty.config) and (problem := tensor_proof(type(empty), empty.config, num_ranks=2).problem):
+        raise ValueError(problem)
+    heads = heads_of(empty.config)
     sizes, reason = [], ""
-    for size in (n for n in (divisors(heads.query) if cut else (2, 4, 8, 16)) if 1 < n <= MOST_RANKS):
-        found = list(problems(empty, tp_plan_for(empty, num_ranks=size), num_ranks=size))
-        if not found and not (fused and heads.key_value % size):
+    for size in sorted({n for n in (*divisors(heads.query), 2, 4, 8, 16) if 1 < n <= MOST_RANKS}):
+        try:
+            styles = tp_plan_for(empty, num_ranks=size)
+            raise_all(PlanError, problems(empty, styles, num_ranks=size))
+            if is_fused(styles) and styles.heads.key_value % size:
+                raise ValueError(
+                    f"ranks would share a part of its fused weights, of {styles.heads.key_value} key heads"
+                )
             sizes.append(size)
-        elif found and not reason:
-            reason = found[0].message
+        except ToolkitError as error:
+            reason = reason or error.problems[0].message
+        except ValueError as error:
+            reason = reason or str(error)
+    sizes.sort()
     if not sizes:
         raise PlanError.of(
             code="TP_HEADS",
             key="parallel.tensor",
-            message=reason or f"no number of ranks up to {MOST_RANKS} divides its {heads.query} heads",
+            message=reason,
             fix="Set parallel.tensor to 1",
         )
     if has_table(empty.config):

@@ -141,7 +141,7 @@ def tp_plan_for(model: PreTrainedModel, *, num_ranks: int = 2, sequence_parallel
         sequence_parallel: Whether they will also share the sequence, which is proven as well.
 
     Raises:
-        PlanError: TP_ARCHITECTURE if no table of it stands its proof, with the module where twin and shards part ways; the
+        PlanError: TP_HEADS if ranks would replicate a part of derived, fused weights; TP_ARCHITECTURE if no table of it stands its proof, with the module where twin and shards part ways; the
             message shows what to write for it. TP_SEQUENCE_ARCHITECTURE if only the sequence cannot be shared.
     """
     layers = _layers(model)
@@ -160,8 +160,26 @@ def tp_plan_for(model: PreTrainedModel, *, num_ranks: int = 2, sequence_parallel
             message=f"sequence parallelism of {kind.__name__} is not possible: {why}",
             fix="Set parallel.sequence_parallel to false; in your own script, leave sequence_parallel out",
         )
-    found = {name: style for name, style in proof.table.items() if matching(model, name)}
-    return TPPlan(heads=heads_of(model.config), table=found)
+    styles = TPPlan(
+        heads=heads_of(model.config),
+        table={name: style for name, style in proof.table.items() if matching(model, name)},
+    )
+    if is_fused(styles) and styles.heads.key_value % num_ranks:
+        raise PlanError.of(
+            code="TP_HEADS",
+            key="parallel.tensor",
+            message=f"tensor={num_ranks} does not divide num_key_value_heads={styles.heads.key_value}: {kind.__name__} keeps queries, "
+            "keys and values in one matrix, part of which ranks would replicate, and DeepSpeed's gradient norm counts a parameter as "
+            "wholly sharded or wholly replicated",
+            fix="Set parallel.tensor to a divisor of num_key_value_heads, or to 1",
+        )
+    return styles
+
+
+def is_fused(styles: TPPlan) -> bool:
+    """Return whether queries, keys and values are one matrix."""
+    columns = [style for style in styles.table.values() if isinstance(style, ColumnParallel)]
+    return any({"query", "key_value"} <= {*style.parts} for style in columns)
 
 
 def has_table(config: Any) -> bool:

@@ -120,7 +120,8 @@ def run(model: Any, batch: Mapping[str, torch.Tensor]) -> Run:
     except threading.BrokenBarrierError:  # another rank has failed
         raise
     except Exception as error:
-        raise NoTwinError(f"{failing_module(error, model)}: {type(error).__name__}: {first_line(error)}") from error
+        place = failing_module(error, model) or "outside its modules"
+        raise NoTwinError(f"{place}: {type(error).__name__}: {first_line(error)}") from error
     finally:
         for hook in hooks:
             hook.remove()

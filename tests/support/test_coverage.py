@@ -1,0 +1,41 @@
+"""Every causal language model of the installed transformers: what is supported, never wrong and never a crash."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import supported_models  # noqa: E402
+
+# Of the 196 that transformers 5.24 has.
+LEAST = {"estimate": 180, "tensor": 155, "pipeline": 165, "lora": 175, "export": 185}
+
+
+def rows() -> dict[str, list[str]]:
+    """The page's cells by model type."""
+    lines = supported_models.PAGE.read_text("utf-8").partition("| model type | estimate")[2].partition("## Why not")[0]
+    split = [line.strip("|").split("|") for line in lines.splitlines() if line.startswith("| `")]
+    return {cells[0].strip(" `"): [cell.strip() for cell in cells[1:]] for cells in split}
+
+
+def test_the_page_has_a_row_of_each_model() -> None:
+    found = rows()
+    assert found.keys() == {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    for place, part in enumerate(supported_models.PARTS):
+        assert sum(cells[place] != "no" for cells in found.values()) >= LEAST[part], part
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_what_the_page_says_is_so() -> None:
+    found = supported_models.collect(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    wanted = rows()
+    for model_type, support in found.items():
+        cells = [supported_models._cell(support.of(part)) for part in supported_models.PARTS]  # type: ignore[arg-type]
+        assert [cell == "no" for cell in cells] == [cell == "no" for cell in wanted[model_type]], support
