@@ -49,6 +49,7 @@ WRONG_TRACES = [3, "x", [3], {}]
 Row = tuple[Callable[..., Any], dict[str, Any], dict[str, list[Any]]]
 TABLE: dict[str, Row] = {
     "resolve": (tk.resolve, {}, {"job": NO_JOB}),
+    "support_of": (tk.support_of, {"model": "quickstart-llama"}, {"model": NO_PATH, "trust_remote_code": NO_FLAG}),
     "emit": (
         tk.emit,
         {"plan": PLAN, "out": "out"},

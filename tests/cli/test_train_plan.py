@@ -104,7 +104,7 @@ def test_as_is_takes_the_fixed_defaults(monkeypatch, folder, as_is):
     asked, shown = [], []
     monkeypatch.setattr("toolkit.cli.train.checked_plan", lambda job, overrides: resolve(job))
     monkeypatch.setattr("toolkit.cli.train.fastest_plan", lambda plan, job, **options: asked.append(job) or plan)
-    monkeypatch.setattr("toolkit.cli.train._show", lambda plan, call, **options: shown.append(call))
+    monkeypatch.setattr("toolkit.cli.train._show", lambda plan, call, place, **options: shown.append(call))
     assert main(["train", "job.yaml", "--dry-run", *(["--as-is"] if as_is else [])]) == 0
     assert bool(asked) != as_is
     # The command that goes on says it, too.
@@ -114,6 +114,16 @@ def test_as_is_takes_the_fixed_defaults(monkeypatch, folder, as_is):
 def test_a_rank_of_another_launcher_decides_nothing(monkeypatch, folder):
     monkeypatch.setattr("toolkit.cli.train.checked_plan", lambda job, overrides: resolve(job))
     monkeypatch.setattr("toolkit.cli.train.fastest_plan", None)  # a call would fail
-    monkeypatch.setattr("toolkit.cli.train._show", lambda plan, call, **options: None)
-    monkeypatch.setattr("toolkit.cli.train._rank", lambda: 1)
+    monkeypatch.setattr("toolkit.cli.train._show", lambda plan, call, place, **options: None)
+    torchrun = {
+        "RANK": 1,
+        "LOCAL_RANK": 1,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,
+    }
+    for name, value in {**torchrun, "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, str(value))
+    (folder / "job.yaml").write_text(JOB.replace("l4-24gb", "l4-24gb, gpus_per_node: 2"))
     assert main(["train", "job.yaml", "--dry-run"]) == 0
