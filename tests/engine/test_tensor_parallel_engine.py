@@ -102,7 +102,7 @@ def cases() -> dict[str, Case]:
 CASES = cases()
 # With those of the other engine tests, what test_default_courses.py asks for.
 DEFAULT = (
-    *("bf16 fp32 sums zero 1", "derived checkpointing zero 2", "lora beside experts zero 2", "lora on head zero 2"),
+    *("bf16 fp32 sums zero 1", "derived lora zero 2", "lora beside experts zero 2", "lora on head zero 2"),
     *("lora shared heads zero 2", "sequence fused zero 3", "sequence zero 0"),
 )
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from toolkit.errors import PlanError
-from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
+from toolkit.tensor_parallel.apply import apply_tensor_parallel, dense_shards, parameter_shards
 from toolkit.tensor_parallel.embedding import gather_scores
 from toolkit.tensor_parallel.linear import ShardedLinear
 from toolkit.tensor_parallel.plan import matching
@@ -48,7 +48,10 @@ def errors_on_ranks(rank: int, names: tuple[str, ...]) -> dict[str, float]:
         with plain_torch():
             twin, batch = build_twin(kind, config), make_batch()
             wanted = run(copy_of(twin), batch)
-            model = apply_tensor_parallel(copy_of(twin), tp_plan_for(twin, num_ranks=group.size()), tp_group=group)
+            styles = tp_plan_for(twin, num_ranks=group.size())
+            foreseen = dense_shards(twin, styles, num_ranks=group.size())
+            model = apply_tensor_parallel(copy_of(twin), styles, tp_group=group)
+            assert parameter_shards(model) == foreseen, name
             ours = run(model, batch)
             scores = ours.logits
             assert scores is not None
@@ -200,3 +203,14 @@ def test_sequence_parallelism_has_a_proof_of_its_own() -> None:
     proof = tensor_proof(kind, config, num_ranks=2)
     assert sequence_proof(kind, config, proof.table, num_ranks=2) != ""
     assert proof.sharded > LEAST_SHARDED
+
+
+def test_derived_fused_weights_are_not_shared_by_more_ranks_than_key_heads() -> None:
+    kind, config = config_of("gpt_bigcode")
+    with torch.device("meta"):
+        model = kind._from_config(config)
+    with pytest.raises(
+        PlanError, match=r"tensor=2 does not divide num_key_value_heads=1: GPTBigCodeForCausalLM keeps"
+    ) as caught:
+        tp_plan_for(model)
+    assert caught.value.codes == ("TP_HEADS",)
