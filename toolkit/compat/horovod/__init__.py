@@ -43,6 +43,12 @@ from toolkit.compat.horovod.functions import (
     broadcast_parameters,
 )
 from toolkit.compat.horovod.optimizer import DistributedOptimizer
+from toolkit.compat.horovod.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
 from toolkit.compat.horovod.reductions import (
     Adasum,
     Average,
@@ -58,10 +64,6 @@ from toolkit.compat.horovod.reductions import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
     sparse_allreduce_async,
 )
 from toolkit.compat.horovod.runtime import (

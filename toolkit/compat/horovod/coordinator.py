@@ -11,69 +11,20 @@ import struct
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from toolkit.compat.horovod.messages import Response
 from toolkit.compat.horovod.negotiation import Negotiation
+from toolkit.compat.horovod.variables import Pace
 from toolkit.compat.horovod.wire import LEAVE, Book
+from toolkit.errors import Problem, first_line
 
-# Horovod's defaults: docs/tensor-fusion.rst and horovod/common/operations.cc.
-_FUSION_BYTES = 128 * 2**20
-_CYCLE_SECONDS = 0.001
-_STALL_WARN_SECONDS = 60.0
+# How often rank 0 looks for operations that wait.
 _LOOK_SECONDS = 1.0
 # How long ranks have to connect, and a connection to say who it is.
 _JOIN_SECONDS = 300.0
 _ANSWER_SECONDS = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How operations are gathered before they are done, and how long one may wait for a rank.
-
-    Args:
-        fusion_bytes: Largest buffer into which tensors of one type are joined.
-        cycle_seconds: Shortest time between two rounds of joined operations.
-        warn_seconds: After so long rank 0 names an operation that waits for a rank; 0 for never.
-        fail_seconds: After so long it fails; 0 for never.
-    """
-
-    fusion_bytes: int = _FUSION_BYTES
-    cycle_seconds: float = _CYCLE_SECONDS
-    warn_seconds: float = _STALL_WARN_SECONDS
-    fail_seconds: float = 0.0
-
-    @classmethod
-    def from_environment(cls) -> Pace:
-        """Read Horovod's variables.
-
-        Source:
-            horovod docs/tensor-fusion.rst, docs/troubleshooting.rst: HOROVOD_CYCLE_TIME is in milliseconds.
-        """
-        warn = 0.0 if os.environ.get("HOROVOD_STALL_CHECK_DISABLE") == "1" else _STALL_WARN_SECONDS
-        return cls(
-            fusion_bytes=int(_number("HOROVOD_FUSION_THRESHOLD", _FUSION_BYTES)),
-            cycle_seconds=_number("HOROVOD_CYCLE_TIME", 1000 * _CYCLE_SECONDS) / 1000,
-            warn_seconds=_number("HOROVOD_STALL_CHECK_TIME_SECONDS", warn),
-            fail_seconds=_number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0),
-        )
-
-
-def _number(name: str, default: float) -> float:
-    text = os.environ.get(name, "")
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        from toolkit.compat.horovod.errors import refuse_value
-
-        refuse_value(
-            name, f"{name}={text!r} is not a number of at least 0", f"Set it to one, or unset it for {default:g}"
-        )
-    return value
 
 
 class Coordinator:
@@ -94,6 +45,7 @@ class Coordinator:
         self._ranks: dict[int, Connection] = {0: near}
         self._size = size
         self._next_look = 0.0
+        self._leaving: list[int] = []
         self._server = None if size == 1 else _listen(on_this_host=on_this_host)
         self._thread = threading.Thread(target=self._run, name="horovod-coordinator", daemon=True)
 
@@ -112,6 +64,27 @@ class Coordinator:
         self._thread.join(seconds)
 
     def _run(self) -> None:
+        try:
+            self._negotiate()
+        except Exception as error:  # whatever it is, no rank may wait for an answer that will not come
+            self._tell(
+                Problem(
+                    code="HOROVOD_NEGOTIATION",
+                    message=f"rank 0 cannot negotiate any more: {type(error).__name__}: {first_line(error)}",
+                    fix="Start the ranks again; the same Python, torch and toolkit must run on all of them",
+                )
+            )
+        finally:
+            for connection in self._ranks.values():
+                connection.close()
+
+    def _tell(self, problem: Problem) -> None:
+        """Send all ranks why their operations fail."""
+        for connection in self._ranks.values():
+            with contextlib.suppress(OSError):
+                connection.send(problem)
+
+    def _negotiate(self) -> None:
         if self._server is not None:
             self._accept_all(self._server)
         with selectors.DefaultSelector() as selector:
@@ -130,6 +103,7 @@ class Coordinator:
                 if ready:
                     self._send(ready)
                     last = time.monotonic()
+                self._let_leave(selector)
                 self._look_for_stalls()
 
     def _accept_all(self, server: socket.socket) -> None:
@@ -155,24 +129,41 @@ class Coordinator:
                     _limit_reads(link, 0)
 
     def _receive(self, selector: selectors.BaseSelector, *, timeout: float) -> bool:
-        """Read one message of each rank that has sent some; return whether any has."""
+        """Read one message of each rank that has sent some; return whether any has.
+
+        A rank that leaves is let go only after what all ranks have agreed on is sent: the others need it there.
+        """
         events = selector.select(timeout)
         for key, _ in events:
             rank = key.data
             connection = self._ranks[rank]
             try:
                 request = self._book.unpack_request(connection.recv_bytes())
-                if request is None:
-                    with contextlib.suppress(OSError):
-                        connection.send(LEAVE)
-                    raise EOFError
-                self._negotiation.submit(rank, request)
             except (OSError, EOFError):
-                selector.unregister(connection)
-                del self._ranks[rank]
-                connection.close()
-                self._negotiation.leave(rank)
+                self._remove(rank, selector)
+                continue
+            if request is None:
+                self._leaving.append(rank)
+            else:
+                self._negotiation.submit(rank, request)
         return bool(events)
+
+    def _let_leave(self, selector: selectors.BaseSelector) -> None:
+        """Let ranks go that have asked to leave, and send the others what fails without them."""
+        leaving, self._leaving = self._leaving, []
+        for rank in leaving:
+            if rank in self._ranks:
+                with contextlib.suppress(OSError):
+                    self._ranks[rank].send(LEAVE)
+                self._remove(rank, selector)
+        if leaving:
+            self._send(self._negotiation.take_ready())
+
+    def _remove(self, rank: int, selector: selectors.BaseSelector) -> None:
+        connection = self._ranks.pop(rank)
+        selector.unregister(connection)
+        connection.close()
+        self._negotiation.leave(rank)
 
     def _send(self, ready: list[tuple[tuple[int, ...], Response]]) -> None:
         for ranks, response in ready:
@@ -190,7 +181,8 @@ class Coordinator:
         for line in self._negotiation.stalled(
             warn_seconds=self._pace.warn_seconds, fail_seconds=self._pace.fail_seconds
         ):
-            print(line, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # a script may have closed its standard error
+                print(line, file=sys.stderr, flush=True)
 
 
 def connect(host: str, address: tuple[int, bytes], rank: int) -> Connection:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import pickle
+import os
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from toolkit.compat.horovod.wire import LEAVE, Book
 from toolkit.errors import Problem, first_line
 
 ENGINE_THREAD = "horovod"
-_LEAVE_SECONDS = 5.0
+# A rank that leaves does what all have agreed on, and waits no longer once no operation has ended for so long.
+_LEAVE_SECONDS = 30.0
 
 
 @final
@@ -54,7 +56,8 @@ class Handle:
         """Wait for the operation and return its result; on a card, the current stream waits.
 
         Raises:
-            HorovodInternalError: HOROVOD_MISMATCH, HOROVOD_JOINED, HOROVOD_RANK_LEFT, HOROVOD_STALLED, HOROVOD_COLLECTIVE.
+            HorovodInternalError: HOROVOD_MISMATCH, HOROVOD_JOINED, HOROVOD_RANK_LEFT, HOROVOD_STALLED, HOROVOD_COLLECTIVE,
+                HOROVOD_NEGOTIATION.
         """
         self._ended.wait()
         if self._error is not None:
@@ -104,7 +107,7 @@ class Engine:
         self._sending = threading.Lock()
         self._pending: dict[tuple[int, str], _Pending] = {}
         self._closed: Problem | None = None
-        self._leaving = False
+        self._num_done = 0
         self._counters: dict[str, itertools.count[int]] = {}
         self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
         self._thread.start()
@@ -132,7 +135,7 @@ class Engine:
 
         Raises:
             HorovodOrderError: HOROVOD_NAME, if an operation of this name has not ended.
-            HorovodInternalError: HOROVOD_RANK_LEFT, if the coordinator has gone.
+            HorovodInternalError: HOROVOD_RANK_LEFT or HOROVOD_NEGOTIATION, if the coordinator has gone.
         """
         handle = Handle(request.name)
         on_card = next((tensor.device for tensor in inputs if tensor.is_cuda), None)
@@ -157,41 +160,56 @@ class Engine:
         except OSError:
             with self._lock:
                 self._pending.pop(key, None)
-            raise HorovodInternalError(_gone()) from None
+            raise HorovodInternalError(self._closed or _gone()) from None
         return handle
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether every operation that was called has ended."""
-        return not self._pending
+    def leave(self) -> bool:
+        """Tell the others that this rank calls nothing more, and do what all ranks have agreed on until then.
 
-    def leave(self) -> None:
-        """Tell the others that this rank calls nothing more; operations that it has not waited for are not done."""
-        self._leaving = True
+        Returns:
+            Whether all of it has ended, so that nothing uses the process groups any more.
+        """
         with self._lock:
             self._closed = self._closed or Problem(
                 code="HOROVOD_NOT_INITIALIZED", message="shutdown() has been called", fix="Call init() again"
             )
         with contextlib.suppress(OSError), self._sending:
             self._connection.send(LEAVE)
-        self._thread.join(_LEAVE_SECONDS)
+        num_done = -1
+        while self._thread.is_alive() and num_done != self._num_done:
+            num_done = self._num_done
+            self._thread.join(_LEAVE_SECONDS)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         problem = _gone()
+        try:
+            self._follow()
+        except (OSError, EOFError):
+            pass
+        except HorovodInternalError as error:
+            problem = error.problems[0]
+        except Exception as error:  # whatever it is, nobody may wait for a handle that nothing will end
+            problem = Problem(
+                code="HOROVOD_NEGOTIATION",
+                message=f"rank {self.rank} cannot read what rank 0 has sent: {type(error).__name__}: {first_line(error)}",
+                fix="Start the ranks again; the same Python, torch and toolkit must run on all of them",
+            )
+        finally:
+            with self._lock:
+                self._closed = problem = self._closed or problem
+                pending, self._pending = self._pending, {}
+            for entry in pending.values():
+                entry.handle.fail(problem)
+            _hang_up(self._connection)
+
+    def _follow(self) -> None:
+        """Do what the coordinator says until it has noted that this rank leaves."""
         if self._device is not None:
             torch.cuda.set_device(self._device)
-        try:
-            while (response := self._book.unpack_response(self._connection.recv_bytes())) is not None:
-                if self._leaving:  # whatever this rank has not waited for
-                    break
-                self._do(response)
-        except (OSError, EOFError, pickle.UnpicklingError):
-            pass
-        with self._lock:
-            self._closed = self._closed or problem
-            pending, self._pending = self._pending, {}
-        for entry in pending.values():
-            entry.handle.fail(problem)
+        while (response := self._book.unpack_response(self._connection.recv_bytes())) is not None:
+            self._do(response)
+            self._num_done += 1
 
     def _do(self, response: Response) -> None:
         entries = self._take(response)
@@ -285,7 +303,8 @@ class Engine:
     def _change_sets(self, response: Response) -> None:
         request = response.requests[0]
         if request.kind == "add_process_set":
-            group = dist.new_group(list(request.ranks))
+            backend = dist.get_backend_config(self._places[0].group)  # the script's own world may have another
+            group = dist.new_group(list(request.ranks), backend=backend)
             if self.rank in request.ranks:
                 self._places[response.number] = Place(group=group, ranks=request.ranks, rank=self.rank)
         elif request.kind == "remove_process_set" and request.root in self._places:
@@ -298,3 +317,9 @@ def _gone() -> Problem:
         message="rank 0, which negotiates, has ended or called shutdown()",
         fix="Look at the output of rank 0",
     )
+
+
+def _hang_up(connection: Connection) -> None:
+    """End a connection that another thread may be writing to: that fails there, and the coordinator sees that the rank has left."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
+        link.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,6 @@
-"""Reductions over the ranks: allreduce, sparse allreduce and reducescatter.
+"""Reductions over the ranks whose result all of them have: allreduce and sparse allreduce.
 
-The gradient of an average is the average of the ranks' gradients, and that of a sum their sum. That of a reducescatter is the one
-of a loss that is the mean of the ranks' losses.
+The gradient of an average is the average of the ranks' gradients, and that of a sum their sum.
 """
 
 from __future__ import annotations
@@ -19,13 +18,19 @@ from toolkit.compat.horovod.errors import NotBuiltError, not_built, refuse_value
 from toolkit.compat.horovod.exchanges import grouped_allgather_async
 from toolkit.compat.horovod.messages import ReduceOp
 from toolkit.compat.horovod.runtime import ProcessSet, global_process_set
-from toolkit.compat.horovod.submission import Grads, Tensors, new_like, refuse_scalars, submit, synchronize
+from toolkit.compat.horovod.submission import Grads, Tensors, new_like, submit, synchronize
 
 Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
 Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
 
 
-def _reduction(op: ReduceOp | None, average: bool | None, *, allowed: Sequence[ReduceOp]) -> ReduceOp:
+def resolve_reduction(op: ReduceOp | None, average: bool | None, *, allowed: Sequence[ReduceOp]) -> ReduceOp:
+    """Return the reduction that `op`, or its older name `average`, asks for: an average if both are left out.
+
+    Raises:
+        HorovodValueError: HOROVOD_ARGUMENT, for both at once or a reduction that is not allowed.
+        NotBuiltError: HOROVOD_NOT_BUILT, for Adasum.
+    """
     if average is not None:
         if op is not None:
             refuse_value("average", f"average={average} and op={op.name.capitalize()} are both given", "Give op alone")
@@ -56,7 +61,7 @@ def _allreduce(
     process_set: ProcessSet,
     single: bool,
 ) -> Handle:
-    reduction = _reduction(op, average, allowed=_ALL)
+    reduction = resolve_reduction(op, average, allowed=_ALL)
     for tensor in inputs:
         if tensor.dtype == torch.bool and (reduction == Average or (prescale, postscale) != (1.0, 1.0)):
             refuse_value(
@@ -232,7 +237,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce several tensors as one operation; arguments and gradients are those of `allreduce`."""
-    reduction = _reduction(op, average, allowed=_ALL)
+    reduction = resolve_reduction(op, average, allowed=_ALL)
     packed = [compression.compress(tensor) for tensor in tensors]
     name = name or runtime.engine().next_name("allreduce")
     options = (name, reduction, prescale_factor, postscale_factor, process_set)
@@ -284,7 +289,7 @@ def sparse_allreduce_async(
     Collectives:
         An all-gather of the indices and of the values, as one operation.
     """
-    reduction = _reduction(op, None, allowed=(Average, Sum))
+    reduction = resolve_reduction(op, None, allowed=(Average, Sum))
     given = [tensor._indices().t().contiguous(), tensor._values()]
     handle = grouped_allgather_async(given, name, process_set)
 
@@ -295,110 +300,3 @@ def sparse_allreduce_async(
         return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
 
     return finish
-
-
-def reducescatter_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: ReduceOp | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    """Start `reducescatter`, without a gradient."""
-    return _reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor, single=True)
-
-
-def grouped_reducescatter_async(
-    tensors: Tensors,
-    name: str | None = None,
-    op: ReduceOp | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    """Start `grouped_reducescatter`, without gradients."""
-    return _reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, single=False)
-
-
-def _reducescatter(
-    tensors: Tensors,
-    name: str | None,
-    op: ReduceOp | None,
-    process_set: ProcessSet,
-    prescale: float,
-    postscale: float,
-    *,
-    single: bool,
-) -> Handle:
-    refuse_scalars("reducescatter", tensors)
-    reduction = _reduction(op, None, allowed=(Average, Sum))
-    return submit(
-        "reducescatter",
-        tensors,
-        name=name,
-        process_set=process_set,
-        single=single,
-        op=reduction,
-        prescale=float(prescale),
-        postscale=float(postscale),
-    )
-
-
-def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: type[Any] = Compression.none,
-    op: ReduceOp | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
-    """Reduce a tensor over the ranks, of which each keeps its part of the first dimension.
-
-    Where the ranks do not divide that dimension, the first ones keep a row more.
-
-    Collectives:
-        forward: reduce-scatter; backward: all-gather, of a sum times the number of ranks.
-    """
-    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
-
-
-def grouped_reducescatter(
-    tensors: Tensors,
-    name: str | None = None,
-    compression: type[Any] = Compression.none,
-    op: ReduceOp | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """Reduce and scatter several tensors as one operation."""
-    reduction = _reduction(op, None, allowed=(Average, Sum))
-    packed = [compression.compress(tensor) for tensor in tensors]
-    name = name or runtime.engine().next_name("reducescatter")
-    options = (name, reduction, process_set, prescale_factor, postscale_factor)
-    reduced = _Reducescatter.apply(*options, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, packed, strict=True)]
-
-
-class _Reducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        name: str,
-        op: ReduceOp,
-        process_set: ProcessSet,
-        prescale: float,
-        postscale: float,
-        *tensors: torch.Tensor,
-    ) -> Grads:
-        ctx.name, ctx.process_set = name, process_set
-        ctx.factor = prescale * postscale * (process_set.size() if op == Sum else 1)
-        return tuple(synchronize(_reducescatter(tensors, name, op, process_set, prescale, postscale, single=False)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Grads:
-        scaled = [(grad * ctx.factor).contiguous() for grad in grads]
-        whole = synchronize(grouped_allgather_async(scaled, f"{ctx.name}.gradient", ctx.process_set))
-        return (None, None, None, None, None, *whole)

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from toolkit.compat.horovod.coordinator import Coordinator, Pace, connect
+from toolkit.compat.horovod.coordinator import Coordinator, connect
 from toolkit.compat.horovod.engine import Engine
 from toolkit.compat.horovod.errors import HorovodValueError, NotBuiltError, not_built, refuse_value
 from toolkit.compat.horovod.messages import Request
+from toolkit.compat.horovod.variables import Pace, warn_without_effect
 from toolkit.launch.identity import WorkerIdentity, rank_from_environment
 
 # Collectives time out after this long once all ranks have called them.
@@ -156,7 +157,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
 
 def shutdown() -> None:
-    """Leave the other ranks; operations that need this one then fail on them."""
+    """Leave the other ranks after the operations that all have called; what needs this one later fails on them."""
     global _process
     if _process is None:
         return
@@ -164,11 +165,10 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     for process_set in left.sets:
         process_set.process_set_id = None
-    idle = left.engine.is_idle
-    left.engine.leave()
+    ended = left.engine.leave()
     if left.coordinator is not None:
         left.coordinator.join(_END_SECONDS)
-    if left.owns_world and idle and dist.is_initialized():
+    if left.owns_world and ended and dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # a rank that died has taken the group with it
             dist.destroy_process_group()
 
@@ -217,6 +217,7 @@ def _engine(identity: WorkerIdentity, device: torch.device | None) -> tuple[Engi
     address: list[Any] = [None]
     if identity.rank == 0:
         pace = Pace.from_environment()
+        warn_without_effect()
         coordinator = Coordinator(identity.world_size, pace=pace, on_this_host=host in _THIS_HOST)
         connection = coordinator.start()
         address = [coordinator.address]

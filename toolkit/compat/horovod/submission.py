@@ -26,7 +26,8 @@ def synchronize(handle: Handle | Callable[[], Any]) -> Any:
     """Wait for an asynchronous operation and return its result.
 
     Raises:
-        HorovodInternalError: HOROVOD_MISMATCH, HOROVOD_JOINED, HOROVOD_RANK_LEFT, HOROVOD_STALLED, HOROVOD_COLLECTIVE.
+        HorovodInternalError: HOROVOD_MISMATCH, HOROVOD_JOINED, HOROVOD_RANK_LEFT, HOROVOD_STALLED, HOROVOD_COLLECTIVE,
+            HOROVOD_NEGOTIATION.
     """
     return handle.wait() if isinstance(handle, Handle) else handle()
 

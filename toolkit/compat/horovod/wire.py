@@ -9,7 +9,9 @@ from __future__ import annotations
 import pickle
 from typing import final
 
+from toolkit.compat.horovod.errors import HorovodInternalError
 from toolkit.compat.horovod.messages import Request, Response
+from toolkit.errors import Problem
 
 LEAVE = "leave"
 _NUMBERED = ("allreduce", "broadcast")
@@ -47,8 +49,14 @@ class Book:
         return pickle.dumps(([self._numbers[request] for request in response.requests], told))
 
     def unpack_response(self, message: bytes) -> Response | None:
-        """Return what to do, or None if the coordinator has noted that this rank leaves."""
+        """Return what to do, or None if the coordinator has noted that this rank leaves.
+
+        Raises:
+            HorovodInternalError: HOROVOD_NEGOTIATION, as the coordinator has sent it.
+        """
         told = pickle.loads(message)
+        if isinstance(told, Problem):
+            raise HorovodInternalError(told)
         if isinstance(told, Response) or told == LEAVE:
             return told if isinstance(told, Response) else None
         numbers, new = told
