@@ -250,7 +250,7 @@ def _step_stages(
         + UPDATE_CASTS / speed.upcast_elements_per_second
     )
     if settings.overlapped:  # the norms are taken as the gradients leave
-        return ((0.0, speed.host_step_seconds),)
+        return ((0.0, speed.host_norm_seconds * trained + speed.host_step_seconds),)
     if settings.short_step and settings.zero_stage in (1, 2) and settings.offload_optimizer is None:
         norm = own * settings.itemsize / speed.bytes_per_second
         adam = _adam_bytes(settings, size=settings.master_itemsize) / speed.adam_bytes_per_second

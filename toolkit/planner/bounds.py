@@ -49,6 +49,8 @@ _WEIGHTS_OF_LAYER, _ADAPTERS_OF_LAYER = 9, 14
 # Bytes moved for each logit: in full they are written, cast, and read for the loss and its gradient.
 _LOGIT_BYTES: dict[Loss, float] = {"full": 48.0, "chunked": 100.0, "liger": 12.0}
 _CPU_ADAM_BYTES, _CPU_BYTES_PER_SECOND = 43.0, 110e9
+# Those of the toolkit's own step on the host, which runs beside the next forward pass.
+_OVERLAPPED_BYTES = 28.0
 # Bytes a parameter of Adam on the card, of the copies that ZeRO-0 makes besides, and of files that are read and written.
 _ADAM_BYTES, _STAGE0_BYTES, _STAGE0_HOST = 30.0, 50.0, 0.7
 # Where the optimizer is on the host, what its copies take at least.
@@ -96,6 +98,11 @@ class Setting(NamedTuple):
     def group(self) -> tuple[int, int, int, Offload, float]:
         """What decides on the bytes of the state: the split of the model, the ZeRO stage and the offload."""
         return self.tensor, self.pipeline, self.stage, self.offload, self.offload_ratio
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the toolkit steps the optimizer on the host beside the card (toolkit.planning.unchecked_plan offload_engine)."""
+        return self.offload == "optimizer-cpu" and self.stage in (1, 2) and self.pipeline == 1
 
     @property
     def keeps_inputs_on_host(self) -> bool:
@@ -303,6 +310,10 @@ def step_seconds(
     collectives, optimizer = beside
     seconds: float = (device**_BLEND + host**_BLEND) ** (1 / _BLEND) + collectives
     seconds *= 1 + (setting.pipeline - 1) / setting.accumulation
+    if setting.overlaps:
+        tensors = shape.layers * (_WEIGHTS_OF_LAYER if shape.trains_all else _ADAPTERS_OF_LAYER)
+        forward = device / (passes * setting.accumulation)
+        return seconds + max(0.0, optimizer - forward) + _HOST_SECONDS_OF_STEP + tensors * _HOST_SECONDS_OF_WEIGHT
     return seconds + optimizer
 
 
@@ -365,6 +376,8 @@ def _optimizer_seconds(
     if profile.optimizer is None:
         return max(seconds, host)
     node = shape.trainable / cluster.nodes
+    if setting.overlaps:
+        return node * _OVERLAPPED_BYTES / _CPU_BYTES_PER_SECOND
     moved = setting.offload_ratio
     seconds *= 1 - moved
     seconds += moved * (node * _CPU_ADAM_BYTES / _CPU_BYTES_PER_SECOND + own * 4.0 / pcie)
