@@ -275,7 +275,8 @@ class Search:
             for each in ranked
             if like(each, "stage", "offload", "offload_ratio")
             and each.stage < 3
-            and (each.offload in ("none", setting.offload) or each.overlaps)  # which a card with slow memory may gain by
+            # A card with slow memory may gain by a step on the host.
+            and (each.offload in ("none", setting.offload) or each.overlaps)
         ]
         if best.report.required_bytes > _FULL * (cluster.gpu.memory_bytes or 0):
             smaller = [each for each in ranked if like(each, *axes) and each.micro < setting.micro]
