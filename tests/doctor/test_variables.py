@@ -43,6 +43,8 @@ def test_what_no_table_has_is_named_and_what_images_say_of_themselves_is_not() -
 def test_secrets_are_not_shown_and_long_values_are_cut() -> None:
     (finding,) = variable_findings({"HUGGING_FACE_HUB_TOKEN": "hf_secret"})
     assert "hf_secret" not in finding.seen
+    (finding,) = variable_findings({"HF_ENDPOINT": "https://ann:s3cret@hub.example"})
+    assert finding.seen == "HF_ENDPOINT=https://ann:********@hub.example"
     (finding,) = variable_findings({"LD_LIBRARY_PATH": "/a:" * 100})
     assert len(finding.seen) < 120
 

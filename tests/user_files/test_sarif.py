@@ -38,3 +38,22 @@ def test_rules_are_the_codes(tmp_path, code):
     ids = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
     assert code in ids
     assert all(ids[result["ruleIndex"]] == result["ruleId"] for result in run["results"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export HF_TOKEN=s3cret",
+        "MY_PASSWORD=s3cret b",
+        "HF_TOKEN s3cret",
+        "URL=http://ann:s3cret@host b",
+        "X=--token s3cret",
+    ],
+)
+def test_no_report_repeats_a_credential(tmp_path, line):
+    (tmp_path / ".deepspeed_env").write_text(f"{line}\n")
+    report = check_files([tmp_path / ".deepspeed_env"])
+    (found,) = report.found
+    assert found.code == "DEEPSPEED_ENV_LINE"
+    for shown in (str(found), str(found.as_dict()), json.dumps(sarif(report))):
+        assert "s3cret" not in shown

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from toolkit.credentials import masked
 from toolkit.doctor.findings import Finding, found
 from toolkit.doctor.kinds import Level
 from toolkit.launch.identity import detect_launcher
@@ -208,7 +209,6 @@ UNREAD = frozenset(
 )  # fmt: skip
 _PREFIXES = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "HF_", "TRANSFORMERS_", "DS_", "DEEPSPEED_", "ACCELERATE_", "OMP_", "GLOO_", "TORCHELASTIC_")  # fmt: skip
 _OF_LAUNCHERS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"})
-_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 _LONGEST_VALUE = 80
 
 
@@ -230,8 +230,7 @@ def variable_findings(environment: Mapping[str, str] | None = None) -> Iterator[
         if known is None or known.level == "ok" or not env[name]:
             continue
         count += 1
-        hidden = any(part in name for part in _SECRET)
-        value = "…" if hidden else env[name]
+        value = masked(env[name], name=name)
         shown = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}…"
         yield found("VARIABLE", f"{name}={shown}", level=known.level, why=known.effect, source=known.source, name=name)
     if not count:

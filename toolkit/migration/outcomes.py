@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from toolkit.credentials import MASK, masked, masked_text
 from toolkit.errors import one_line, shortened
-
-# Keys whose values are nobody else's: they are not repeated in reports.
-_SECRET = re.compile(
-    r"(?i)(?:hub_token|hf_token|swanlab_token|api_key|secret|password|access_key|access_key_id|webhook_url)$"
-)
-_MASK = "********"
 
 Outcome = Literal["carried", "default", "not needed", "not carried"]
 
@@ -46,7 +40,7 @@ class Leaf:
     @property
     def told(self) -> Any:
         """The value as reports repeat it: a mask in place of a token, key or password."""
-        return _MASK if _SECRET.search(self.key) and self.value not in (None, "", False) else self.value
+        return masked(self.value, name=self.key)
 
     @property
     def place(self) -> str:
@@ -73,6 +67,11 @@ class Entry:
     target: str = ""
     reason: str = ""
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        hidden = (self.leaf.value,) if self.leaf.told == MASK else ()
+        for name in ("reason", "fix"):
+            object.__setattr__(self, name, masked_text(getattr(self, name), *hidden))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry as the JSON object that `--json` prints."""

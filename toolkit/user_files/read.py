@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.yaml_text import read_named
+from toolkit.credentials import is_credential, masked_text
 from toolkit.errors import Problem, SpecError
 from toolkit.user_files import positions
 from toolkit.user_files.commands import Command, launch_commands
@@ -203,13 +204,12 @@ def _variables(text: str, *, name: str, path: Path | None) -> UserFile:
             values[key] = value
             lines[(key,)] = number
             continue
-        what = (
-            "an empty line" if not row.strip() else "a comment" if row.lstrip().startswith("#") else f"`{row.strip()}`"
-        )
+        written = _without_credential(row.strip())
+        what = "an empty line" if not written else "a comment" if written.startswith("#") else f"`{written}`"
         problems.append(
             Problem(
                 code="DEEPSPEED_ENV_LINE",
-                key=row.strip() or name,
+                key=written or name,
                 message=f"{what} has no `=`, at which the launcher splits every line: it stops with a ValueError",
                 fix="Remove the line; write only NAME=value",
                 source="deepspeed launcher/runner.py main",
@@ -220,6 +220,13 @@ def _variables(text: str, *, name: str, path: Path | None) -> UserFile:
     return UserFile(
         name=name, path=path, kind="deepspeed-env", text=text, keys=values, lines=lines, problems=tuple(problems)
     )
+
+
+def _without_credential(row: str) -> str:
+    """Return a line with a mask for what stands behind the name of a credential."""
+    words = row.split()
+    at = next((at for at, word in enumerate(words) if is_credential(word)), len(words))
+    return masked_text(row, *words[at + 1 :])
 
 
 def _script(text: str, *, name: str, path: Path | None, kind: Kind) -> UserFile:

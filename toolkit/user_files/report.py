@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from toolkit.credentials import MASK, masked, masked_text
 from toolkit.errors import Problem, one_line
 from toolkit.user_files.arguments import package_version
 from toolkit.user_files.read import UserFile
@@ -62,8 +63,14 @@ class Found:
     edits: tuple[Edit, ...] = ()
 
     def __post_init__(self) -> None:
+        shown = masked(self.value, name=self.key)
+        hidden = (self.value, self.value.strip()) if shown == MASK else ()
         for name in ("message", "fix"):
-            object.__setattr__(self, name, one_line(getattr(self, name)).rstrip("."))
+            text = getattr(self, name)
+            text = masked_text(text, *hidden) if hidden else masked_text(text.replace(self.value or "\0", shown))
+            object.__setattr__(self, name, one_line(text).rstrip("."))
+        object.__setattr__(self, "value", shown)
+        object.__setattr__(self, "key", masked_text(self.key))
 
     def __str__(self) -> str:
         place = f"{one_line(self.file)}{'' if self.line is None else f', line {self.line}'}: "

@@ -1,0 +1,191 @@
+"""Tokens, keys and passwords in what users write: found by their names and by their looks, and masked in whatever is printed or kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MASK = "********"
+
+# Anywhere in a name, also grown together with other words: PGPASSWORD, clientSecret, OPENAI_APIKEY.
+_ANYWHERE = re.compile(
+    r"(?i)passw|passphrase|secret|credential|webhook|authorization|(?:api|access|private)_?key|(?:api|access|auth)_?token"
+)
+# Beside `token` in names of the vocabulary, of counts and of layers' settings, which hold no credentials.
+_OF_TEXTS = frozenset(
+    [
+        "id",
+        "ids",
+        "index",
+        "type",
+        "types",
+        "pad",
+        "bos",
+        "eos",
+        "unk",
+        "sep",
+        "cls",
+        "mask",
+        "image",
+        "video",
+        "audio",
+        "vision",
+        "special",
+        "fake",
+        "added",
+        "add",
+        "new",
+        "start",
+        "end",
+        "begin",
+        "stop",
+        "per",
+        "level",
+        "num",
+        "max",
+        "min",
+        "loss",
+        "weight",
+        "count",
+        "length",
+        "split",
+        "drop",
+        "dropping",
+        "dropout",
+        "dispatcher",
+        "lr",
+        "mean",
+        "prob",
+        "probs",
+        "class",
+        "latency",
+        "embedding",
+        "embeddings",
+        "index",
+        "indices",
+        "trainable",
+    ]
+)
+# Right before `key` in names without capitals, where `key` alone is a column or an attention's key.
+_OF_SERVICES = frozenset(
+    [
+        "api",
+        "access",
+        "auth",
+        "account",
+        "ssh",
+        "ssl",
+        "tls",
+        "rsa",
+        "license",
+        "signing",
+        "encryption",
+        "storage",
+        "service",
+        "wandb",
+        "comet",
+        "openai",
+        "anthropic",
+        "azure",
+        "aws",
+        "gcp",
+        "hf",
+        "hub",
+        "swanlab",
+        "neptune",
+        "clearml",
+    ]
+)
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+# user:password@ or, of http, token@ in front of a host; a port before a later @ is none.
+_URL_USER = re.compile(
+    r"(?i)\b(?P<scheme>[a-z][a-z0-9+.-]*://)(?:(?P<user>[^\s/?#@:]*):(?!\d+[/?#])[^\s@]+@(?:[^\s/?#@]*@)*"
+    r"|(?P<only>(?<=http://|ttps://)[^\s/?#@:]+)@)"
+)
+_ASSIGNED = re.compile(
+    r"""(?P<quote>["']?)(?P<name>[A-Za-z_][\w.-]*)(?P=quote)(?P<sign>=|(?<=["'])\s*:\s*|(?<=[A-Z]):\s*)"""
+    r"""(?P<value>"[^"]*"|'[^']*'|[^\s,;&"'}\]]+)"""
+)
+_OPTION = re.compile(r"(?P<name>--?[A-Za-z][\w-]*)(?P<blank>\s+)(?P<value>[^\s-]\S*)")
+# How services spell their tokens: Hugging Face, GitHub, GitLab, OpenAI and others, AWS, Slack, NVIDIA.
+_LOOKS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{16}"
+    r"|xox[abprs]-[\w-]{10,}|nvapi-[\w-]{20,})"
+)
+
+
+def is_credential(name: str) -> bool:
+    """Return whether the value of a variable, an option or a key with this name is nobody else's to read.
+
+    >>> [is_credential(name) for name in ("AWS_SESSION_TOKEN", "--token", "wandb_api_key", "PGPASSWORD", "MY_KEY")]
+    [True, True, True, True, True]
+    >>> [is_credential(name) for name in ("tokenizer", "max_tokens", "pad_token", "key", "num_key_value_heads", "PWD")]
+    [False, False, False, False, False, False]
+    """
+    if _ANYWHERE.search(name.replace("-", "_")):
+        return True
+    words = _WORD.findall(name)
+    return any(_is_credential_word(words, at) for at in range(len(words)))
+
+
+def masked(value: Any, *, name: str = "") -> Any:
+    """Return a value as reports may repeat it, with a mask in place of each credential.
+
+    Args:
+        value: A value of a file, of a command line or of the environment; lists and sections are masked inside.
+        name: Its name. Of one that names a credential the whole value is masked, but for truth values and what is empty.
+    """
+    if isinstance(value, Mapping):
+        return {key: masked(item, name=f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([masked(item, name=name) for item in value])
+    if value is None or isinstance(value, bool) or value == "":
+        return value
+    if is_credential(name):
+        return MASK
+    return _OPTION.sub(_masked_option, masked_text(value)) if isinstance(value, str) else value
+
+
+def masked_text(text: str, *hidden: Any) -> str:
+    """Return a sentence or a line of a file with a mask in place of credentials: in URLs, behind names, by their looks.
+
+    Args:
+        text: The text.
+        hidden: Values that are credentials, wherever they stand in it.
+    """
+    for value in sorted({str(each) for each in hidden if str(each).strip()}, key=len, reverse=True):
+        text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", MASK, text)
+    text = _URL_USER.sub(_masked_user, text)
+    text = _ASSIGNED.sub(_masked_assignment, text)
+    return _LOOKS.sub(MASK, text)
+
+
+def _is_credential_word(words: list[str], at: int) -> bool:
+    word = words[at].lower()
+    beside = {each.lower() for each in words[max(at - 1, 0) : at + 2]} - {word}
+    if word.endswith("token"):
+        return not beside & _OF_TEXTS
+    if word.endswith("key") and words[at].isupper():
+        return True
+    if word == "key":
+        return words[at - 1].lower() in _OF_SERVICES if at else False
+    return (word == "pass" and words[at].isupper()) or (word == "pwd" and len(words) > 1)
+
+
+def _masked_user(found: re.Match[str]) -> str:
+    user = "" if found["user"] is None else f"{found['user']}:"
+    return f"{found['scheme']}{user}{MASK}@"
+
+
+def _masked_assignment(found: re.Match[str]) -> str:
+    before, value = found.group()[: found.start("value") - found.start()], found["value"]
+    if is_credential(found["name"]) and value not in ("true", "false", "null", "None", "True", "False", "…"):
+        return before + MASK
+    quote = value[0] if value[0] in "\"'" else ""
+    inner = value[1:-1] if quote else value
+    return f"{before}{quote}{_ASSIGNED.sub(_masked_assignment, inner)}{quote}"  # such as a command line in quotes
+
+
+def _masked_option(found: re.Match[str]) -> str:
+    return f"{found['name']}{found['blank']}{MASK}" if is_credential(found["name"]) else found.group()
