@@ -69,3 +69,48 @@ def test_the_error_of_the_rank_that_fails_is_raised_and_nobody_waits() -> None:
 def test_a_group_is_split_into_equal_parts_alone() -> None:
     with pytest.raises(ValueError, match="num_parts=3 does not divide a group of 4 ranks"):
         run_threads(lambda group: split_group(group, 3), 4)
+
+
+def test_a_part_that_is_made_after_another_rank_failed_fails_too() -> None:
+    has_failed = threading.Event()
+
+    def fails(group: dist.ProcessGroup) -> None:
+        whole, part = group, split_group(group, 2)
+        if whole.rank() == 0:
+            try:
+                raise KeyError("of rank 0")
+            finally:
+                whole.abort()  # type: ignore[attr-defined]
+                has_failed.set()
+        has_failed.wait()
+        all_reduce(torch.ones(1), group=split_group(part, 1) if whole.rank() == 1 else split_group(whole, 1))
+
+    with pytest.raises(KeyError, match="of rank 0"):
+        run_threads(fails, 4, seconds=20)
+
+
+def test_a_rank_that_never_joins_is_not_waited_for_ever() -> None:
+    with pytest.raises(TimeoutError, match=r"did not join a collective of 2 threads within 0\.05 s"):
+        run_threads(lambda group: group.rank() or all_reduce(torch.ones(1), group=group), 2, seconds=0.05)
+
+
+@pytest.mark.parametrize(("op", "wanted"), [("AVG", 2.5), ("MIN", 2.0), ("MAX", 3.0), ("PRODUCT", 6.0), ("SUM", 5.0)])
+def test_operations_reduce_as_they_say(op: str, wanted: float) -> None:
+    def reduced(group: dist.ProcessGroup) -> tuple[float, float]:
+        x, part = torch.full((2,), 2.0 + group.rank()), torch.zeros(1)
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, op)
+        scatter = dist.ReduceScatterOptions()
+        scatter.reduceOp = getattr(dist.ReduceOp, op)
+        group._reduce_scatter_base(part, x, scatter)
+        group.allreduce([x], options)
+        return x[0].item(), part.item()
+
+    assert run_threads(reduced, 2) == [(wanted, wanted)] * 2
+
+
+def test_an_operation_that_threads_lack_is_refused() -> None:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.BAND  # type: ignore[assignment]
+    with pytest.raises(NotImplementedError, match="SUM, AVG, MAX, MIN, PRODUCT alone"):
+        run_threads(lambda group: group.allreduce([torch.ones(1)], options), 2)

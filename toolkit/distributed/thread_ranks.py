@@ -16,6 +16,16 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 T = TypeVar("T")
 
 _names = itertools.count()
+# How long a rank waits for the others: those of a small twin compute for milliseconds between two collectives.
+_PATIENCE_SECONDS = 120.0
+# What each operation makes of tensors that are stacked by rank.
+_REDUCTIONS: tuple[tuple[dist.ReduceOp.RedOpType, Callable[[torch.Tensor], torch.Tensor]], ...] = (
+    (dist.ReduceOp.SUM, lambda stacked: stacked.sum(0, dtype=stacked.dtype)),
+    (dist.ReduceOp.AVG, lambda stacked: stacked.mean(0)),
+    (dist.ReduceOp.MAX, lambda stacked: stacked.amax(0)),
+    (dist.ReduceOp.MIN, lambda stacked: stacked.amin(0)),
+    (dist.ReduceOp.PRODUCT, lambda stacked: stacked.prod(0, dtype=stacked.dtype)),
+)
 
 
 class _Done(dist.Work):
@@ -33,40 +43,68 @@ class _Done(dist.Work):
         return self._future
 
 
-class _Meeting:
-    """Where the threads of a group leave tensors for each other."""
+class _Rendezvous:
+    """Where the threads of a group leave tensors for each other.
 
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
+    Args:
+        size: Number of threads.
+        seconds: How long a thread waits for the others before all fail.
+    """
+
+    def __init__(self, size: int, *, seconds: float) -> None:
+        self._seconds = seconds
+        self._barrier = threading.Barrier(size)
         self._left: list[Any] = [None] * size
-        self.parts: dict[tuple[int, int], _Meeting] = {}
-        self.lock = threading.Lock()
+        self._parts: dict[tuple[int, int], _Rendezvous] = {}
+        self._lock = threading.Lock()
+        self._is_aborted = False
 
-    def exchange(self, rank: int, value: Any, take: Callable[[list[Any]], object]) -> None:
-        """Show this rank's value to all, and call `take` with the values of all, which do not change before it has returned."""
+    def exchange(self, rank: int, value: Any, reduce: Callable[[list[Any]], object]) -> None:
+        """Show this rank's value to all, and call `reduce` with the values of all, which do not change before it has returned."""
         self._left[rank] = value
-        self.barrier.wait()
-        take(self._left)
-        self.barrier.wait()
+        self._wait()
+        reduce(self._left)
+        self._wait()
 
-    def part(self, first: int, length: int) -> _Meeting:
-        """Return the meeting of a run of neighbours."""
-        with self.lock:
-            return self.parts.setdefault((first, length), _Meeting(length))
+    def part(self, first: int, length: int) -> _Rendezvous:
+        """Return the rendezvous of a run of neighbours; one that is made after an abort is aborted too."""
+        with self._lock:
+            part = self._parts.setdefault((first, length), _Rendezvous(length, seconds=self._seconds))
+            if self._is_aborted:
+                part.abort()
+            return part
+
+    def abort(self) -> None:
+        """Let the threads that wait here and in parts fail, now and later."""
+        with self._lock:
+            self._is_aborted = True
+            self._barrier.abort()
+            for part in self._parts.values():
+                part.abort()
+
+    def _wait(self) -> None:
+        try:
+            self._barrier.wait(self._seconds)
+        except threading.BrokenBarrierError:
+            if self._is_aborted:
+                raise
+            raise TimeoutError(
+                f"a rank did not join a collective of {self._barrier.parties} threads within {self._seconds:g} s"
+            ) from None
 
 
 class ThreadGroup(dist.ProcessGroup):
     """One thread's view of a group whose other ranks are threads too.
 
     Args:
-        meeting: Shared by the ranks.
+        rendezvous: Shared by the ranks.
         rank: Rank of this thread.
         size: Number of ranks.
     """
 
-    def __init__(self, meeting: _Meeting, *, rank: int, size: int) -> None:
+    def __init__(self, rendezvous: _Rendezvous, *, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._meeting, self._rank = meeting, rank
+        self._rendezvous, self._rank = rendezvous, rank
         self._name = f"threads-{next(_names)}"
         self._parts = ExitStack()
         _register_process_group(self.group_name, self)  # type: ignore[arg-type]
@@ -86,7 +124,7 @@ class ThreadGroup(dist.ProcessGroup):
         if left_over:
             raise ValueError(f"num_parts={num_parts} does not divide a group of {self.size()} ranks")
         first = self._rank // length * length
-        own = ThreadGroup(self._meeting.part(first, length), rank=self._rank - first, size=length)
+        own = ThreadGroup(self._rendezvous.part(first, length), rank=self._rank - first, size=length)
         self._parts.callback(own.close)
         return own
 
@@ -97,40 +135,38 @@ class ThreadGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Let the ranks that wait for this one fail."""
-        self._meeting.barrier.abort()
-        for part in self._meeting.parts.values():
-            part.barrier.abort()
+        self._rendezvous.abort()
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce tensors in place."""
-        greatest = opts is not None and opts.reduceOp == dist.ReduceOp.MAX
-        results: list[torch.Tensor] = []
+        reduction, results = _reduction(opts), list[torch.Tensor]()
 
-        def take(all_ranks: list[list[torch.Tensor]]) -> None:
+        def reduce(all_ranks: list[list[torch.Tensor]]) -> None:
             for place in range(len(tensors)):
-                stacked = torch.stack([of_rank[place] for of_rank in all_ranks])
-                results.append(stacked.amax(0) if greatest else stacked.sum(0))
+                results.append(reduction(torch.stack([of_rank[place] for of_rank in all_ranks])))
 
-        self._meeting.exchange(self._rank, tensors, take)
+        self._rendezvous.exchange(self._rank, tensors, reduce)
         for tensor, result in zip(tensors, results, strict=True):
             tensor.copy_(result)
         return _Done()
 
     def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> dist.Work:
-        self._meeting.exchange(self._rank, own, lambda all_ranks: output.copy_(torch.cat(all_ranks).view_as(output)))
+        self._rendezvous.exchange(self._rank, own, lambda all_ranks: output.copy_(torch.cat(all_ranks).view_as(output)))
         return _Done()
 
     def _reduce_scatter_base(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> dist.Work:
-        def take(all_ranks: list[torch.Tensor]) -> None:
-            output.copy_(torch.stack(all_ranks).sum(0).chunk(self.size())[self._rank].view_as(output))
+        reduction = _reduction(opts)
 
-        self._meeting.exchange(self._rank, own, take)
+        def reduce(all_ranks: list[torch.Tensor]) -> None:
+            output.copy_(reduction(torch.stack(all_ranks)).chunk(self.size())[self._rank].view_as(output))
+
+        self._rendezvous.exchange(self._rank, own, reduce)
         return _Done()
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Overwrite tensors by those of the root."""
         found: list[list[torch.Tensor]] = []
-        self._meeting.exchange(
+        self._rendezvous.exchange(
             self._rank, tensors, lambda all_ranks: found.append([x.clone() for x in all_ranks[opts.rootRank]])
         )
         for tensor, sent in zip(tensors, found[0], strict=True):
@@ -150,20 +186,42 @@ class ThreadGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Reduce several tensors, of which each rank gets a part."""
         for output, tensor in zip(outputs, own, strict=True):
-            self._reduce_scatter_base(output, tensor)
+            self._reduce_scatter_base(output, tensor, opts)
         return _Done()
 
 
-def run_threads(function: Callable[[dist.ProcessGroup], T], num_ranks: int) -> list[T]:
-    """Call a function on each rank of a group of threads, and return its results by rank.
+def _reduction(opts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what a collective's options ask for.
 
     Raises:
+        NotImplementedError: For an operation that threads do not have, such as one on bits.
+    """
+    wanted = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    for operation, reduction in _REDUCTIONS:
+        if wanted == operation:
+            return reduction
+    names = ", ".join(operation.name for operation, _ in _REDUCTIONS)
+    raise NotImplementedError(f"ranks that are threads reduce by {names} alone, not by {wanted}")
+
+
+def run_threads(
+    function: Callable[[dist.ProcessGroup], T], num_ranks: int, *, seconds: float = _PATIENCE_SECONDS
+) -> list[T]:
+    """Call a function on each rank of a group of threads, and return its results by rank.
+
+    Args:
+        function: Called with the group as a rank sees it.
+        num_ranks: Number of ranks.
+        seconds: How long a rank waits in a collective for the others.
+
+    Raises:
+        TimeoutError: If a rank does not join a collective in time.
         Exception: The first that a rank raised on its own; the others then fail too.
     """
-    meeting = _Meeting(num_ranks)
+    rendezvous = _Rendezvous(num_ranks, seconds=seconds)
 
     def on_rank(rank: int) -> T:
-        group = ThreadGroup(meeting, rank=rank, size=num_ranks)
+        group = ThreadGroup(rendezvous, rank=rank, size=num_ranks)
         try:
             return function(group)
         except BaseException:
