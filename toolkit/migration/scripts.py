@@ -20,7 +20,8 @@ from toolkit.migration.trainer import TRAINER
 from toolkit.migration.trl import TRL
 from toolkit.user_files.commands import Command, Option, arguments_of, launch_commands
 from toolkit.user_files.read import UserFile, read_text
-from toolkit.user_files.shell import Word, statements
+from toolkit.user_files.shell import statements
+from toolkit.user_files.shell_variables import Word
 
 # Commands of tools by the word that starts them, and their words that train on documents.
 _TOOLS: Mapping[str, tuple[Table, tuple[str, ...]]] = {

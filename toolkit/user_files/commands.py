@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import PurePath
 
-from toolkit.user_files.shell import Statement, Word, statements
+from toolkit.user_files.shell import Statement, statements
+from toolkit.user_files.shell_variables import Word
 
 # Options of each launcher that take no value (accelerate commands/launch.py, torch distributed/run.py, deepspeed
 # launcher/runner.py); compared with their own parsers by tests/user_files/test_commands.py.

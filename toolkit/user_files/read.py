@@ -15,7 +15,7 @@ from toolkit.user_files import positions
 from toolkit.user_files.commands import Command, launch_commands
 from toolkit.user_files.kinds import KIND_WORDS, Kind, is_command_text, kind_of_mapping, kind_of_text, other_tool
 from toolkit.user_files.positions import dotted, line_of
-from toolkit.user_files.shell import Word
+from toolkit.user_files.shell_variables import Word
 
 # Name in messages of a command line that was given as a text.
 TEXT_NAME = "command line"

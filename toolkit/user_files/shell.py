@@ -11,10 +11,29 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-_ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=")
+from toolkit.user_files.shell_variables import Kind, Variables, Word
+
+_ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 # Words before a command that are no part of it.
-_KEYWORDS = frozenset({"then", "do", "else", "if", "while", "until", "!", "{", "time", "exec", "nohup", "command"})
+_KEYWORDS = frozenset({"then", "do", "!", "time", "exec", "nohup", "command"})
+_OPENING: Mapping[str, Kind] = {
+    "if": "branches",
+    "case": "case",
+    "for": "loop",
+    "select": "loop",
+    "while": "loop",
+    "until": "loop",
+    "{": "group",
+}
+_CLOSING: Mapping[str, tuple[Kind, ...]] = {
+    "fi": ("branches",),
+    "esac": ("case",),
+    "done": ("loop",),
+    "}": ("group", "function"),
+}
+# Commands whose words name variables that they set.
+_SETTERS = frozenset({"read", "mapfile", "readarray", "getopts", "unset", "printf"})
 _BREAKS = "\n;&|()"
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -23,21 +42,6 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
-    """A word of a statement.
-
-    Args:
-        text: Text without quotes, with known variables expanded.
-        line: Line on which it begins, from 1.
-        is_known: Whether the shell would change nothing of it.
-    """
-
-    text: str
-    line: int
-    is_known: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +61,11 @@ class Statement:
 class _Reader:
     text: str
     line: int
-    variables: dict[str, Word]
-    exported: dict[str, Word] = field(default_factory=dict)
+    variables: Variables
     at: int = 0
     heredocs: list[str] = field(default_factory=list)
+    is_joined: bool = False  # by an operator behind which a command must follow, on the next line too
+    is_function: bool = False
 
     def statements(self) -> Iterator[Statement]:
         words: list[Word] = []
@@ -75,41 +80,104 @@ class _Reader:
             elif char in "<>" or (char == "&" and self.text[self.at + 1 : self.at + 2] == ">"):
                 self._skip_redirection(words)
             elif char in _BREAKS:
+                array = _ASSIGNMENT.match(words[-1].text) if char == "(" and words else None
                 yield from self._finished(words)
                 words = []
-                self._advance(1)
-                if char == "\n":
-                    self._skip_heredocs()
+                if array is not None:
+                    self.variables.forget((array.group(1),), self.line)
+                self._break(char)
             else:
                 words += self._word()
         yield from self._finished(words)
 
+    def _break(self, char: str) -> None:
+        """Pass what ends a command, and note what then surrounds the next one."""
+        begins = self.text[self.at : self.at + 2]
+        if begins == "((":
+            length = _closed(self.text[self.at :], "(", ")")
+            self.variables.calculate(self.text[self.at : self.at + length], self.line)
+            self._advance(length)
+            return
+        if begins == "()":
+            self.is_function = True
+        elif char == "(":
+            self.is_function = False
+            self.variables.open("subshell")
+        elif char == ")":
+            self.variables.close("subshell")
+        elif begins == ";;":
+            self.variables.next_branch()
+        elif begins in ("&&", "||") or char == "|":
+            self.is_joined = True
+            if self.variables.innermost != "list":
+                self.variables.open("list")
+        elif not self.is_joined and char in ";&\n":
+            self.variables.end_list()
+        self._advance(2 if begins in ("&&", "||", ";;", "()") else 1)
+        if char == "\n":
+            self._skip_heredocs()
+
+    def _structure(self, left: list[Word]) -> None:
+        """Take the words from the front that begin, divide or end compound commands."""
+        while left:
+            word = left[0].text
+            if word == "function":
+                self.is_function = True
+                del left[:1]
+            elif word in _OPENING:
+                kind = _OPENING[word]
+                self.variables.open("function" if kind == "group" and self.is_function else kind)
+                self.is_function = False
+                if word in ("for", "select"):
+                    self.variables.forget((each.text for each in left[1:2]), left[0].line)
+                if word in ("for", "select", "case"):
+                    left.clear()
+            elif word in ("else", "elif"):
+                self.variables.next_branch()
+            elif word in _CLOSING:
+                self.variables.close(*_CLOSING[word])
+            elif word not in _KEYWORDS:
+                return
+            del left[:1]
+
     def _finished(self, words: list[Word]) -> Iterator[Statement]:
         """Keep the assignments of a statement, and yield it if a command is left."""
         left = list(words)
-        while left and left[0].text in _KEYWORDS:
-            del left[0]
+        self.is_joined = self.is_joined and not words
+        self._structure(left)
         own: dict[str, Word] = {}
-        exports = bool(left) and left[0].text in ("export", "declare", "readonly", "local")
+        exports = bool(left) and left[0].text in ("export", "declare", "readonly", "local", "typeset")
         for word in list(left[1:] if exports else left):
             found = _ASSIGNMENT.match(word.text)
             if found is None:
                 if exports:
                     continue
                 break
-            value = Word(text=word.text[found.end() :], line=word.line, is_known=word.is_known)
-            own[found.group(1)] = value
+            own[found.group(1)] = self._assigned(found, word)
             left.remove(word)
         if exports:
-            self.exported |= own | {
-                word.text: self.variables[word.text] for word in left[1:] if word.text in self.variables
-            }
-            left = []
-        if not left:
-            self.variables |= own
-            self.exported |= {name: value for name, value in own.items() if name in self.exported}
+            self.variables.set(own, exports=True)
+            self.variables.export(word.text for word in left[1:])
             return
-        yield Statement(words=tuple(left), environment=self.exported | own)
+        if not left:
+            self.variables.set(own)
+            return
+        if left[0].text in _SETTERS:
+            self.variables.forget((word.text for word in left[1:] if _NAME.fullmatch(word.text)), left[0].line)
+        elif left[0].text == "let":
+            self.variables.calculate(" ".join(word.text for word in left[1:]), left[0].line)
+        yield Statement(words=tuple(left), environment=self.variables.exported | own)
+
+    def _assigned(self, found: re.Match[str], word: Word) -> Word:
+        """Return what a variable holds after an assignment."""
+        name, index, adds = found.groups()
+        value = Word(text=word.text[found.end() :], line=word.line, is_known=word.is_known)
+        if not index and not adds:
+            return value
+        old = self.variables.get(name)
+        if index or old is None or not old.is_known or not value.is_known or value.text.isdigit():
+            return Word(text=f"${name}", line=word.line, is_known=False)  # numbers may be added or joined
+        return Word(text=old.text + value.text, line=word.line)
 
     def _word(self) -> list[Word]:
         """Read one word; an unquoted variable of several words makes several."""
@@ -179,9 +247,9 @@ class _Reader:
             self._advance(1 + _closed(rest, "{", "}"))
             name, _, default = self.text[start + 2 : self.at - 1].partition(":-")
             known = self.variables.get(name)
-            if known is not None:
+            if known is not None and (known.text or not known.is_known or not default):
                 return known.text, known.is_known
-            # The variable may be set where the script runs; its default is the best that can be known.
+            # The variable is empty, or may be set where the script runs; its default is the best that can be known.
             return (default, "$" not in default) if default else (self.text[start : self.at], False)
         found = _NAME.match(rest)
         if found is None:
@@ -244,7 +312,13 @@ def statements(text: str, *, line: int = 1, variables: Mapping[str, Word] | None
         line: Number of its first line.
         variables: Variables that are known before it starts.
     """
-    yield from _Reader(text=text, line=line, variables=dict(variables or {})).statements()
+    changed: Mapping[int, frozenset[str]] = {}
+    if re.search(r"\b(?:for|while|until|select)\b", text):
+        first = _Reader(text=text, line=line, variables=Variables(variables or {}, {}))
+        for _ in first.statements():
+            pass
+        changed = first.variables.changed_in_loops
+    yield from _Reader(text=text, line=line, variables=Variables(variables or {}, changed)).statements()
 
 
 def _split(parts: list[tuple[str, bool]]) -> list[str]:
