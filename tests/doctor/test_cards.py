@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,23 @@ def test_faults_that_the_driver_reported() -> None:
     lines = [f"6,1,2,-;NVRM: Xid (PCI:0000:3b:00): {number}, pid=1, x" for number in (79, 31, 79)]
     assert [finding.seen.partition(":")[0] for finding in xid_findings(lines)] == ["XID 79", "XID 31"]
     assert all(isinstance(line, str) for line in kernel_log())
+
+
+def test_messages_that_the_kernel_overwrote_end_no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes | OSError] = [b"first", BrokenPipeError(), b"later", BlockingIOError()]
+
+    def next_message(descriptor: int, size: int) -> bytes:
+        message = read.pop(0)
+        if isinstance(message, OSError):
+            raise message
+        return message
+
+    opened = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags: opened(os.devnull, flags))
+    monkeypatch.setattr(os, "read", next_message)
+    lines = kernel_log()
+    monkeypatch.undo()
+    assert lines == ["first", "later"]
 
 
 @pytest.mark.gpu

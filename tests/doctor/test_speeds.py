@@ -42,7 +42,7 @@ def test_a_measurement_that_takes_too_long_is_ended() -> None:
     with Measurement() as measurement:
         (finding,) = measurement.findings([], seconds=0.1)
     assert finding.code == "PROBE_TIMEOUT"
-    assert measurement._process.wait(timeout=10) < 0
+    assert (measurement._process.returncode or 0) < 0, "it is dead, and waited for, when the block is left"
 
 
 @pytest.mark.gpu

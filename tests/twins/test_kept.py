@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,3 +56,40 @@ def test_a_key_is_of_all_that_a_proof_depends_on() -> None:
     assert own not in others
     assert len({*others}) == len(others)
     assert proof_key("tensor", LlamaForCausalLM, CONFIG_MAPPING["llama"](use_cache=False), 2) == own
+
+
+@pytest.mark.parametrize(
+    ("name", "edited"),
+    [
+        ("transformers_modules.someone.model.c0ffee.modeling", "transformers_modules/someone/model/c0ffee/layers.py"),
+        (
+            "transformers_modules.someone.model.c0ffee.modeling",
+            "transformers_modules/someone/model/c0ffee/inner/norm.py",
+        ),
+        ("research.models.modeling", "research/layers.py"),
+        ("modeling", "layers.py"),
+    ],
+)
+def test_files_that_a_model_imports_are_part_of_its_key(
+    name: str, edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    home, other = tmp_path / f"{name.replace('.', '/')}.py", tmp_path / edited
+    for path in (home, other):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("class Model:\n    pass\n")
+    spec = importlib.util.spec_from_file_location(name, home)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, name, module)
+
+    def key() -> str:
+        kept._source.cache_clear()  # as in another process
+        return proof_key("tensor", module.Model, CONFIG_MAPPING["llama"](), 2)
+
+    first = key()
+    assert key() == first
+    other.write_text("class Model:\n    changed = True\n")
+    assert key() != first

@@ -294,8 +294,11 @@ def kernel_log() -> list[str]:
         return []
     try:
         while True:
-            lines.append(os.read(descriptor, 8192).decode(errors="replace"))
-    except OSError:  # none is left, or some were overwritten meanwhile
-        return lines
+            try:
+                lines.append(os.read(descriptor, 8192).decode(errors="replace"))
+            except BrokenPipeError:  # some were overwritten meanwhile: the next one is the oldest that is left
+                continue
+            except OSError:  # none is left
+                return lines
     finally:
         os.close(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from toolkit.launch.environment import python_module
 
 # A pinned copy reaches 80 to 90 % of PCIe's figure, an all-reduce 75 to 90 % of NVLink's (nccl-tests, 8 cards); of fewer cards less.
 _SLOW_COPY, _SLOW_REDUCE = 0.5, 0.4
+_DEATH_SECONDS = 5.0
 
 
 class Measurement:
@@ -32,6 +34,9 @@ class Measurement:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._process.kill()
+        # A process that the driver holds dies later: it is not waited for longer.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=_DEATH_SECONDS)
 
     def findings(self, cards: Sequence[Gpu | None], *, seconds: float) -> Iterator[Finding]:
         """Yield what was measured, within a time.

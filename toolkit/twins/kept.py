@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,7 @@ def kept_proof(
 
     Args:
         kind: Kind of split.
-        model_class: Class of the model; the source of its module is part of the key, since remote code may change.
+        model_class: Class of the model; the source of its package is part of the key, since remote code may change.
         config: Its configuration.
         others: What else the proof depends on.
         records: How proofs are stored.
@@ -75,12 +76,23 @@ def proof_key(kind: str, model_class: type[Any], config: Any, *others: Hashable)
 
 @cache
 def _source(module: ModuleType | None) -> str:
-    """Return a hash of the file of a module."""
-    try:
-        text = Path(str(getattr(module, "__file__", ""))).read_bytes()
-    except OSError:
+    """Return a hash of the file of a module and of those that it may import from its package, its repository or its folder."""
+    file = getattr(module, "__file__", None)
+    if module is None or file is None:
         return ""
-    return hashlib.sha256(text).hexdigest()
+    folder, files = Path(file).parent, Path(file).parent.glob("*.py")
+    top, *inner = module.__name__.split(".")
+    if top == "transformers_modules":  # remote code: a folder for each commit
+        files = folder.rglob("*.py")
+    elif inner and top != "transformers":  # whose version is part of the key
+        root = next((parent for parent in Path(file).parents[: len(inner) + 1] if parent.name == top), None)
+        files = files if root is None else root.rglob("*.py")
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        with suppress(OSError):
+            text = path.read_bytes()
+            digest.update(f"{path.name} {len(text)}\n".encode() + text)
+    return digest.hexdigest()
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import re
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO, final
@@ -31,22 +32,26 @@ class Stacks:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
         self._file: TextIO | None = None
+        self._lock = threading.Lock()  # one thread puts off, another may close
 
     def open(self) -> None:
         """Make the folder and the file for stacks that are written without the watch; remove those of an earlier run."""
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
             make_folder(self._folder)
             self._kept(self._rank).unlink(missing_ok=True)
             self._file = self._unasked(self._rank).open("w", encoding="utf-8")
 
     def put_off(self, seconds: float) -> None:
         """Have the stacks written in so many seconds, unless this is called before; it replaces a call of the user's."""
-        if self._file is not None:
-            faulthandler.dump_traceback_later(seconds, file=self._file)
+        with self._lock:
+            if self._file is not None:
+                faulthandler.dump_traceback_later(seconds, file=self._file)
 
     def close(self) -> None:
         """Write nothing any more."""
-        if self._file is not None:
+        with self._lock:
+            if self._file is None:
+                return
             faulthandler.cancel_dump_traceback_later()
             self._file.close()
             self._file = None
