@@ -15,7 +15,9 @@ from quick_python import quick_python
 from ranks import QUICK
 from train_jobs import curve, hears_interrupts, records, run_toolkit, wait_for_step, write_inputs, write_job
 
-from toolkit.cli.elastic import after_restart, agents_code
+from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
+from toolkit.checkpoint.state import State
+from toolkit.cli.elastic import after_restart, agents_code, begin_in, forget_earlier
 
 needs_machines = pytest.mark.skipif(bool(why_none()), reason=why_none())
 PORT = 29400
@@ -142,16 +144,86 @@ def test_a_node_that_comes_back_takes_part(tmp_path, nodes):
         assert ours[step][0] == pytest.approx(theirs[step][0], rel=1e-3), step
 
 
-def test_a_rank_that_torchrun_starts_again_goes_on(monkeypatch):
-    assert after_restart(None, overwrite=True, elastic=False) == (None, True)
-    assert after_restart(None, overwrite=False, elastic=True) == ("auto", False)
+def saved(folder: Path, step: int, at: float) -> None:
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    state = State(step=step, num_steps=9, zero_stage=0, world_size=1, train_batch_size=1, saved_at=at, versions={})
+    state.save(checkpoint)
+    write_manifest(checkpoint, hash_files(checkpoint, list_files(checkpoint)))
+
+
+@pytest.fixture
+def attempt(monkeypatch):
+    """A function that makes this process a rank of one of torchrun's attempts."""
+
+    def make(count: int, *, run: str = "none", logs: str = "none_a", agents: int = 1) -> None:
+        values = {"RUN_ID": run, "RESTART_COUNT": str(count), "MAX_RESTARTS": "3"}
+        values["ERROR_FILE"] = f"/tmp/torchelastic_x/{logs}/attempt_{count}/0/error.json"
+        for name, value in values.items():
+            monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+        monkeypatch.setenv("GROUP_WORLD_SIZE", str(agents))
+
+    return make
+
+
+def options(folder: Path, resume: str | None = None, *, overwrite: bool = False, elastic: bool = False):
+    return after_restart(resume, overwrite=overwrite, elastic=elastic, output_dir=folder)
+
+
+def test_the_users_options_hold_until_the_run_has_saved(tmp_path, attempt):
+    saved(tmp_path, 8, at=1.0)  # of an earlier run, which is to be deleted, or gone back from
+    attempt(1)
+    assert options(tmp_path, overwrite=True) == (None, True), "the first attempt failed before it deleted anything"
+    assert options(tmp_path, "other/checkpoint-4") == ("other/checkpoint-4", False)
+    assert options(tmp_path) == (None, False), "the earlier run is still refused"
+    attempt(0)
+    begin_in(tmp_path, elastic=False)
+    attempt(1)
+    begin_in(tmp_path, elastic=False)
+    assert options(tmp_path, "other/checkpoint-4") == ("other/checkpoint-4", False)
+    assert options(tmp_path, overwrite=True) == (None, True)
+    saved(tmp_path, 8, at=2.0)
+    begin_in(tmp_path, elastic=False)
+    assert options(tmp_path, "other/checkpoint-4") == ("auto", False)
+    assert options(tmp_path, overwrite=True) == ("auto", False), "its own checkpoints would be deleted"
+
+
+def test_the_note_of_an_earlier_run_counts_for_nothing(tmp_path, attempt):
+    attempt(0, agents=2)
+    begin_in(tmp_path, elastic=False)
+    assert options(tmp_path, "other/checkpoint-4") == ("other/checkpoint-4", False)
+    saved(tmp_path, 4, at=1.0)
+    attempt(1, run="second", agents=2)
+    assert options(tmp_path, overwrite=True) == (None, True)
+    attempt(0, agents=2)  # by the same name
+    forget_earlier(tmp_path, elastic=False)
+    attempt(1, agents=2)
+    assert options(tmp_path, overwrite=True) == (None, True)
+    attempt(0)
+    begin_in(tmp_path, elastic=False)
+    saved(tmp_path, 8, at=2.0)
+    attempt(1, logs="none_b")  # of another agent, whose first attempt got nowhere
+    assert options(tmp_path, overwrite=True) == (None, True)
+    attempt(1)
+    assert options(tmp_path, overwrite=True) == ("auto", False)
+
+
+def test_metrics_of_the_first_attempt_stop_no_other(tmp_path, attempt):
+    attempt(0)
+    begin_in(tmp_path, elastic=False)
+    (tmp_path / "metrics.jsonl").touch()
+    attempt(1)
+    assert options(tmp_path) == ("auto", False)
+
+
+def test_a_rank_that_torchrun_starts_again_goes_on(tmp_path, attempt):
+    assert options(tmp_path, overwrite=True) == (None, True)
+    assert options(tmp_path, elastic=True) == ("auto", False)
     assert agents_code(75) == 75
-    for name, value in {"RUN_ID": "x", "RESTART_COUNT": "0", "MAX_RESTARTS": "3"}.items():
-        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
-    assert after_restart("checkpoint-4", overwrite=False, elastic=False) == ("checkpoint-4", False)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert after_restart("checkpoint-4", overwrite=False, elastic=False) == ("auto", False)
-    assert after_restart(None, overwrite=True, elastic=False) == ("auto", False), "its own checkpoints would be deleted"
+    begin_in(tmp_path, elastic=False)
+    assert not list(tmp_path.iterdir()), "nobody starts it again"
+    attempt(0)
+    assert options(tmp_path, "checkpoint-4") == ("checkpoint-4", False)
     assert [agents_code(code) for code in (0, 3, 75, 130)] == [0, 3, 0, 130], "a run out of time would be started again"
 
 

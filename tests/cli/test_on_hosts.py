@@ -67,3 +67,20 @@ def test_a_rank_does_not_start_all_nodes(folder, capsys, monkeypatch):
 )
 def test_the_nodes_get_the_command_without_the_hosts(words):
     assert without_options(words, ("--hosts", "-H", "--hostfile")) == ["job.yaml", "--resume", "auto"]
+
+
+def test_a_master_port_that_is_set_wins(folder, capsys, monkeypatch):
+    """As MASTER_ADDR does; what is no port is told before anything starts."""
+    monkeypatch.setenv("PATH", str(folder))  # where there is no ssh
+    monkeypatch.setenv("MASTER_ADDR", "a.example")
+    monkeypatch.setenv("MASTER_PORT", "4711")
+    assert main(["train", "job.yaml", "--hosts", "a,b", "--set", "cluster.master_port=5000"]) == 3
+    assert "starting 4 ranks on a:2, b:2; rendezvous at a.example:4711 ..." in capsys.readouterr().err
+    monkeypatch.delenv("MASTER_PORT")
+    assert main(["train", "job.yaml", "--hosts", "a,b", "--set", "cluster.master_port=5000"]) == 3
+    assert "rendezvous at a.example:5000 ..." in capsys.readouterr().err
+    monkeypatch.setenv("MASTER_PORT", "http")
+    assert main(["train", "job.yaml", "--hosts", "a,b"]) == 3
+    shown = capsys.readouterr().err
+    assert "MASTER_PORT='http' is not a port" in shown
+    assert "starting" not in shown

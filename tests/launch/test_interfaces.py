@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from machines import two_machines, why_none
 
 from toolkit.errors import RunError
 from toolkit.launch.identity import WorkerIdentity
-from toolkit.launch.interfaces import gloo_environment, interface_towards
+from toolkit.launch.interfaces import check_is_here, gloo_environment, interface_towards
 
 SHOWN = "import sys; from toolkit.launch.interfaces import interface_towards as f; print(*[f(host) for host in sys.argv[1:]])"
 
@@ -45,3 +46,17 @@ def test_mpirun_from_outside_of_its_hosts():
     elsewhere = rank(rank=0, master_addr="192.0.2.77", master_port=1, variables=("OMPI_MCA_orte_hnp_uri",))
     with pytest.raises(RunError, match=r"mpirun runs on 192\.0\.2\.77, which is not the machine of rank 0"):
         gloo_environment(elsewhere, {}, seconds=0)
+
+
+def test_a_list_of_nodes_that_does_not_begin_with_rank_0s():
+    """mpirun may have used other hosts of the job."""
+    elsewhere = rank(rank=0, master_addr="192.0.2.77", master_port=1, variables=("PMI_RANK", "SLURM_JOB_NODELIST"))
+    with pytest.raises(
+        RunError, match=r"SLURM_JOB_NODELIST begins with 192\.0\.2\.77, which is not the machine of rank 0"
+    ):
+        gloo_environment(elsewhere, {}, seconds=0)
+    with pytest.raises(RunError, match="SLURM_JOB_NODELIST begins with"):
+        check_is_here("no.such.host.invalid", elsewhere.variables)
+    check_is_here("192.0.2.77", ("MASTER_ADDR",))  # the user's word
+    check_is_here("127.0.0.1", elsewhere.variables)
+    check_is_here(f"{socket.gethostname()}.cluster.invalid", elsewhere.variables)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from ranks import QUICK
 from train_jobs import curve, hears_interrupts, write_inputs, write_job
 
 from toolkit.launch.hosts import Host
-from toolkit.launch.over_ssh import SILENCE_SECONDS, address_of_first, sent_environment
+from toolkit.launch.over_ssh import SILENCE_SECONDS, address_of_first, run_on_hosts, sent_environment, shown_lines
 
 needs_machines = pytest.mark.skipif(bool(why_none()), reason=why_none())
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin") or ""
@@ -51,6 +52,23 @@ WAITS = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
 pathlib.Path("up-" + os.environ["RANK"]).touch()
+time.sleep(300)
+"""
+
+
+# Node 0 ends and leaves a process that holds its output; node 1 ends when asked.
+LEAVES_ONE = """
+import os, pathlib, signal, subprocess, sys, time
+if os.environ["NODE_RANK"] == "0":
+    left = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    pathlib.Path("left.new").write_text(str(left.pid))
+    os.rename("left.new", "left")
+    sys.exit(0)
+def heard(*_):
+    pathlib.Path("heard").write_text(str(time.time()))
+    sys.exit(130)
+signal.signal(signal.SIGINT, heard)
+pathlib.Path("up").touch()
 time.sleep(300)
 """
 
@@ -249,9 +267,81 @@ def test_a_whole_training_on_two_machines(folder, nodes):
     assert (folder / "trained" / "export" / "model.safetensors").exists()
 
 
+HERE = (Host(name="localhost", slots=1), Host(name="127.0.0.1", slots=1))
+
+
+def run_here(tmp_path: Path, command: str):
+    """Run a shell's command on two nodes that are both this machine; $NODE_RANK tells them apart."""
+    told = [{"NODE_RANK": str(index)} for index in range(2)]
+    return run_on_hosts(HERE, ["sh", "-c", command], environments=told, folder=tmp_path)
+
+
+@pytest.mark.parametrize("code", [7, 255])
+def test_a_failure_here_ends_the_other_and_is_no_failure_of_ssh(tmp_path, capfd, code):
+    outcome = run_here(tmp_path, f"echo on $NODE_RANK; [ $NODE_RANK = 0 ] || exit {code}; exec sleep 300")
+    assert outcome.problem is not None
+    assert outcome.problem.code == "NODE_FAILED"
+    assert f"node 1 (127.0.0.1) failed first, with exit code {code}" in outcome.problem.message
+    assert outcome.exit_code == (code if code < 128 else 3)
+    assert sorted(capfd.readouterr().out.splitlines()) == ["127.0.0.1 | on 1", "localhost | on 0"]
+
+
+def test_an_interrupt_reaches_both_nodes_and_waits_for_no_pipe(tmp_path, capfd):
+    """A process that is left behind holds the output of node 0 open; node 1 hears of the interrupt while that goes on."""
+    (tmp_path / "node.py").write_text(LEAVES_ONE)
+    command = f"exec {shlex.quote(sys.executable)} -I -S node.py"
+
+    def interrupt():
+        wait_until(lambda: (tmp_path / "left").exists() and (tmp_path / "up").exists())
+        time.sleep(0.3)  # node 0 has ended
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until((tmp_path / "heard").exists, 10)
+        os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    outcome = run_here(tmp_path, command)
+    thread.join()
+    heard = float((tmp_path / "heard").read_text())
+    assert (outcome.exit_code, outcome.interrupted, outcome.problem) == (130, True, None)
+    assert heard - (tmp_path / "left").stat().st_mtime < 4
+    assert "SIGINT: passed on to 1 nodes" in capfd.readouterr().err
+
+
+def test_progress_bars_are_shown_while_they_grow():
+    """One state a second and the last, each before more is read; what has no end of a line is not kept for ever."""
+    now, read = 0.0, []
+
+    def chunks():
+        nonlocal now
+        for at, chunk in (
+            (0, b"begin\n"),
+            (0, b"\r1%\r"),
+            (0.1, b"2%\r3"),
+            (1.5, b"%\r4%\r"),
+            (1.6, b"\nend\r\n\n"),
+            (9, b"last"),
+        ):
+            now = at
+            read.append(chunk)
+            yield chunk
+
+    seen = [(line, len(read)) for line in shown_lines(chunks(), clock=lambda: now)]
+    assert seen == [(b"begin", 1), (b"1%", 2), (b"3%", 4), (b"4%", 5), (b"end", 5), (b"", 5), (b"last", 6)]
+    parts = [b"a\rb\rc\n", b"x" * 70_000, b"y\rz\r"]
+    assert list(shown_lines(iter(parts), clock=lambda: 0.0)) == [b"a", b"c", b"x" * 70_000, b"z"]
+
+
 def test_what_is_sent_to_other_machines():
     env = {"HF_TOKEN": "t", "PYTHONPATH": "/x", "NCCL_DEBUG": "INFO", "HOME": "/root", "CUDA_VISIBLE_DEVICES": "3"}
-    env |= {"SLURM_PROCID": "0", "RANK": "3", "SSH_CONNECTION": "x", "XDG_RUNTIME_DIR": "/run/user/0"}
+    env |= {
+        "SLURM_PROCID": "0",
+        "RANK": "3",
+        "SKYPILOT_NODE_RANK": "1",
+        "MV2_COMM_WORLD_RANK": "1",
+        "SSH_CONNECTION": "x",
+        "XDG_RUNTIME_DIR": "/run/user/0",
+    }
     assert sent_environment(env) == {"HF_TOKEN": "t", "PYTHONPATH": "/x", "NCCL_DEBUG": "INFO"}
 
 

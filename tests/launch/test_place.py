@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
-from tests.launch.test_identity import MPICH, STEP, TORCHRUN
-from toolkit.errors import PlanError, RunError
+from tests.launch.test_identity import MPICH, OPENMPI, STEP, TORCHRUN
+from toolkit.errors import PlanError, RunError, ToolkitError
 from toolkit.launch.identity import WorkerIdentity
+from toolkit.launch.over_ssh import sent_environment
 from toolkit.launch.place import NUM_NODES, Node, find_place, place_without_job
 
 A_NODE = {**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "2"}
@@ -29,6 +32,10 @@ def test_one_task_a_rank_is_a_rank():
     assert isinstance(place, WorkerIdentity)
     assert place.rank == 5
     assert find_place(TORCHRUN, nodes=2, gpus_per_node=2).rank == 3
+    assert place.master_port == 14242
+    assert find_place(STEP, nodes=4, gpus_per_node=2, master_port=5000).master_port == 5000
+    own = find_place({**STEP, "MASTER_PORT": "6000"}, nodes=4, gpus_per_node=2, master_port=5000)
+    assert own.master_port == 6000
     # On nodes of one card, a task a node is a task a rank.
     assert isinstance(find_place(A_NODE, nodes=2, gpus_per_node=1), WorkerIdentity)
 
@@ -87,6 +94,9 @@ def test_clouds_that_number_the_nodes():
         (SKY, 1, 4, PlanError, ["SKYPILOT_NODE_IPS lists 2 nodes, the plan has 1"]),
         (SKY, 2, 8, PlanError, ["SKYPILOT_NUM_GPUS_PER_NODE=4, the plan has 8"]),
         ({**SKY, "SKYPILOT_NODE_RANK": "2"}, 2, 4, RunError, ["SKYPILOT_NODE_RANK='2' is not the index"]),
+        ({NUM_NODES: "2", "MASTER_ADDR": "n0"}, 2, 4, RunError, ["NODE_RANK is not set, for nodes=2"]),
+        ({NUM_NODES: "two", "NODE_RANK": "0"}, 2, 4, RunError, ["TOOLKIT_NUM_NODES='two' is not a number of nodes"]),
+        ({NUM_NODES: "3", "NODE_RANK": "0"}, 2, 4, PlanError, ["TOOLKIT_NUM_NODES=3, the plan has 2 nodes"]),
         ({"NODE_RANK": "2"}, 2, 4, RunError, ["NODE_RANK='2' is not one of 0 to 1", "MASTER_ADDR is not set"]),
         ({**RUNPOD, "WORLD_SIZE": "16"}, 2, 4, RunError, ["WORLD_SIZE=16, the plan has 8 ranks"]),
         ({**RUNPOD, "MASTER_PORT": "http"}, 2, 4, RunError, ["MASTER_PORT='http' is not a port"]),
@@ -107,3 +117,48 @@ def test_a_run_without_a_job_is_told_the_number_of_nodes():
     assert place_without_job({"NODE_RANK": "1", "MASTER_ADDR": "old"}, num_ranks=4) is None
     with pytest.raises(RunError, match="NODE_RANK='2' is not one of 0 to 1"):
         place_without_job({**env, "NODE_RANK": "2"}, num_ranks=4)
+    with pytest.raises(RunError, match="NODE_RANK is not set"):
+        place_without_job({NUM_NODES: "2", "MASTER_ADDR": "n0"}, num_ranks=4)
+    with pytest.raises(RunError, match="TOOLKIT_NUM_NODES='two' is not a number of nodes"):
+        place_without_job({**env, NUM_NODES: "two"}, num_ranks=4)
+
+
+@pytest.mark.parametrize("around", [SKY, A_NODE, MPICH, {"ACCELERATE_MIXED_PRECISION": "bf16"}])
+def test_what_hosts_told_a_node_wins_over_what_else_is_set_there(around):
+    told = {NUM_NODES: "2", "NODE_RANK": "0", "MASTER_ADDR": "n0", "MASTER_PORT": "1234"}
+    place = find_place({**around, **told}, nodes=2, gpus_per_node=4)
+    assert (place.node, place.num_nodes, place.master_addr, place.master_port) == (0, 2, "n0", 1234)
+    assert find_place({**around, **told, NUM_NODES: "1"}, nodes=1, gpus_per_node=4) is None
+
+
+class Asked(dict):
+    """An environment that keeps the names that were looked up in it."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.names = set()
+
+    def __contains__(self, name):
+        self.names.add(name)
+        return super().__contains__(name)
+
+    def __getitem__(self, name):
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def test_nothing_that_tells_a_place_is_sent_to_other_machines():
+    mvapich = {f"MV2_COMM_WORLD_{name}": value for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("SIZE", "8"))}
+    azure = {**OPENMPI, "AZ_BATCH_MASTER_NODE": "n0:6000", "OMPI_COMM_WORLD_SIZE": "8", "MASTER_ADDR": ""}
+    asked = set()
+    for env in ({}, STEP, A_NODE, SKY, RUNPOD, TORCHRUN, MPICH, mvapich, azure, {NUM_NODES: "2", "NODE_RANK": "0"}):
+        seen = Asked(env)
+        with contextlib.suppress(ToolkitError):
+            find_place(seen, nodes=2, gpus_per_node=4)
+        asked |= seen.names
+    assert {"SKYPILOT_NODE_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID", "ACCELERATE_MIXED_PRECISION"} <= asked
+    assert sent_environment(dict.fromkeys(asked, "0")) == {}

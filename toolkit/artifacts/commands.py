@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.launch.environment import PLAN_VARIABLE, explain_environment
+from toolkit.launch.identity import DEFAULT_PORT
 from toolkit.planning.deepspeed_config import Consumer
 from toolkit.planning.plan import Plan
 
-DEFAULT_PORT = 29500  # default of torch.distributed, deepspeed and accelerate launch
 # Torchrun and DeepSpeed start ranks by `python -m`, which puts the working directory before the standard library: a queue.py
 # or random.py of the user's there would be imported instead.
 _SAFE_PATH = "export PYTHONSAFEPATH=1"

@@ -31,7 +31,6 @@ HostfileOption = Annotated[
     Path | None,
     typer.Option("--hostfile", metavar="FILE", help="The same, from a file with `HOST slots=N` on each line."),
 ]
-_FIRST_PORT, _NUM_PORTS = 10_000, 20_000  # below those of outgoing connections, as in launch/identity.py
 
 
 def train_on_hosts(
@@ -133,15 +132,19 @@ def run_on_each(
         hosts: The nodes in their order.
         words: Arguments of `toolkit`.
         per_node: Ranks of each.
-        port: TCP port of the rendezvous; one of 20,000 when left out.
+        port: TCP port of the rendezvous, unless MASTER_PORT is set; one of 20,000 when left out.
         trainer: Whether the ranks are those of `toolkit train`.
+
+    Raises:
+        RunError: LAUNCH_ENV, in a process that is itself one of several, or for a MASTER_PORT that is no port.
     """
     from toolkit.launch.environment import python_module
+    from toolkit.launch.identity import FIRST_PORT, NUM_PORTS, port_that_is_set
     from toolkit.launch.over_ssh import address_of_first, node_environments, run_on_hosts
 
     _refuse_inside_a_run()
     addr = os.environ.get("MASTER_ADDR") or address_of_first(hosts)
-    port = port or _FIRST_PORT + random.SystemRandom().randrange(_NUM_PORTS)
+    port = port_that_is_set(os.environ) or port or FIRST_PORT + random.SystemRandom().randrange(NUM_PORTS)
     names = ", ".join(f"{host.address}:{per_node}" for host in hosts)
     say(f"starting {per_node * len(hosts)} ranks on {names}; rendezvous at {addr}:{port} ...")
     outcome = run_on_hosts(

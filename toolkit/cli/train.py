@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.elastic import after_restart, agents_code, elastic_plan
+from toolkit.cli.elastic import after_restart, agents_code, begin_in, elastic_plan, forget_earlier
 from toolkit.cli.on_hosts import HostfileOption, HostsOption, train_on_hosts
 from toolkit.cli.options import JobArgument, JsonOption, SetOption
 from toolkit.cli.output import print_fields, print_json, say, warn
@@ -126,7 +127,8 @@ def train(
         )
     if hosts is not None or hostfile is not None:
         train_on_hosts(job, overrides, hosts, hostfile, as_json=as_json)
-    resume, overwrite = after_restart(resume, overwrite=overwrite, elastic=elastic)
+    plan = checked_plan(job, overrides)
+    resume, overwrite = after_restart(resume, overwrite=overwrite, elastic=elastic, output_dir=plan.output_dir)
     call = Call(
         job=job,
         overrides=tuple(overrides or ()),
@@ -139,7 +141,6 @@ def train(
         as_is=as_is,
     )
     limits = call.limits()
-    plan = checked_plan(job, overrides)
     if elastic:
         plan = elastic_plan(plan)
     place = _place(plan)
@@ -148,11 +149,18 @@ def train(
     if dry_run:
         _show(plan, call, place, overwrite=overwrite, as_json=as_json)
         return
-    raise typer.Exit(_run(plan, call, limits, place, overwrite=overwrite, as_json=as_json))
+    raise typer.Exit(_run(plan, call, limits, place, overwrite=overwrite, elastic=elastic, as_json=as_json))
 
 
 def _run(
-    plan: Plan, call: Call, limits: Limits, place: WorkerIdentity | Node | None, *, overwrite: bool, as_json: bool
+    plan: Plan,
+    call: Call,
+    limits: Limits,
+    place: WorkerIdentity | Node | None,
+    *,
+    overwrite: bool,
+    elastic: bool,
+    as_json: bool,
 ) -> int:
     """Train as what this process is to the plan, and return the exit code; a rank ends here."""
     from toolkit.cli.launching import run_node_again
@@ -173,7 +181,10 @@ def _run(
         )
         leave(agents_code(code))
     with Interrupt(), hold_output(plan.output_dir):
-        code = _train(plan, call, limits, under_launcher=place is not None, overwrite=overwrite, as_json=as_json)
+        forget_earlier(plan.output_dir, elastic=elastic)
+        code = _train(
+            plan, call, limits, under_launcher=place is not None, overwrite=overwrite, elastic=elastic, as_json=as_json
+        )
     if place is not None:
         leave(agents_code(code))
     return code
@@ -191,7 +202,9 @@ def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overw
     return named
 
 
-def _train(plan: Plan, call: Call, limits: Limits, *, under_launcher: bool, overwrite: bool, as_json: bool) -> int:
+def _train(
+    plan: Plan, call: Call, limits: Limits, *, under_launcher: bool, overwrite: bool, elastic: bool, as_json: bool
+) -> int:
     """Train, export and report, as this machine's launcher or as rank 0 of another; return the exit code."""
     from toolkit.checkpoint.discovery import recover, remove_leftovers
     from toolkit.checkpoint.resume import AUTO, resume_point
@@ -222,6 +235,7 @@ def _train(plan: Plan, call: Call, limits: Limits, *, under_launcher: bool, over
         prove_before_start(plan)
     guard_output(plan, resuming=call.resume is not None, overwrite=overwrite)
     if under_launcher:
+        begin_in(plan.output_dir, elastic=elastic)
         plan.save(plan.output_dir / "plan.json")
         code = run_rank(
             lambda: plan,
@@ -290,11 +304,17 @@ def run_workers(
 
 
 def _place(plan: Plan) -> WorkerIdentity | Node | None:
-    """Return what this process is to the plan; a node's starter and rank 0 say how that was found."""
+    """Return what this process is to the plan; a node's starter and rank 0 say how that was found.
+
+    A rank's groups meet at MASTER_PORT, which is set here where the job names the port and the launcher does not.
+    """
     from toolkit.cli.launching import place_of
+    from toolkit.launch.identity import WorkerIdentity
     from toolkit.launch.place import Node
 
     place = place_of(plan)
+    if isinstance(place, WorkerIdentity) and place.master_port is not None:
+        os.environ["MASTER_PORT"] = str(place.master_port)
     if isinstance(place, Node) or (place is not None and place.rank == 0):
         say(place.describe())
     return place

@@ -13,10 +13,9 @@ import psutil
 from toolkit.doctor.findings import Finding, found
 from toolkit.doctor.kinds import Level
 from toolkit.errors import RunError
+from toolkit.launch.identity import DEFAULT_PORT
 from toolkit.launch.ports import check_port, free_port
 
-# Where torchrun and `deepspeed` meet (torch distributed/run.py, deepspeed constants.py TORCH_DISTRIBUTED_DEFAULT_PORT).
-DEFAULT_PORT = 29500
 # Locks of output folders give a sign of life every ten seconds; a clock that is kept is right to milliseconds.
 _SKEW_SECONDS = 1.0
 _HUB = "huggingface.co"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from toolkit.launch.identity import LAUNCHED
+from toolkit.launch.identity import LAUNCHED, OF_OTHER_LAUNCHERS
 
 Backend = Literal["nccl", "gloo"]
 
@@ -23,13 +23,6 @@ _CONTRADICTABLE = frozenset({"DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"})
 # TORCHELASTIC_USE_AGENT_STORE alone turns every rank into a client of a store that nobody serves, and
 # ACCELERATE_USE_FSDP changes how transformers loads weights.
 _FOREIGN_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "ACCELERATE_")
-_FOREIGN_NAMES = frozenset(
-    {
-        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),  # torchrun
-        *("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE"),  # DeepSpeed
-        *("PMI_RANK", "PMI_SIZE", "PMI_FD", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-    }
-)
 
 
 PLAN_VARIABLE = "TOOLKIT_PLAN"  # where a user's script finds the plan
@@ -173,4 +166,4 @@ def worker_environment(
 
 
 def _is_foreign(name: str) -> bool:
-    return name in _FOREIGN_NAMES or name.startswith(_FOREIGN_PREFIXES)
+    return name in OF_OTHER_LAUNCHERS or name.startswith(_FOREIGN_PREFIXES)

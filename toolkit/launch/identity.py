@@ -23,9 +23,18 @@ Launcher = Literal[
 
 # Marks a rank of our own launcher, whose RANK is then no contradiction to the variables of the scheduler around it.
 LAUNCHED = "TOOLKIT_LAUNCHED"
-DEFAULT_PORT = 29500  # default of torch.distributed, deepspeed and accelerate launch
+# Number of nodes, which `--hosts` tells each of them; it wins over what else is set there.
+NUM_NODES = "TOOLKIT_NUM_NODES"
+# Where torchrun, `deepspeed` and `accelerate launch` meet (torch distributed/run.py, deepspeed constants.py
+# TORCH_DISTRIBUTED_DEFAULT_PORT).
+DEFAULT_PORT = 29500
 # Ports that follow from a job's id lie here: below those that Linux gives to outgoing connections (32768, ip_local_port_range).
-_FIRST_PORT, _NUM_PORTS = 10_000, 20_000
+FIRST_PORT, NUM_PORTS = 10_000, 20_000
+_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+MPIRUNS_HOST = "OMPI_MCA_orte_hnp_uri"
+# From these the host of rank 0 is concluded, though the ranks may have been placed otherwise.
+ADDRESS_SOURCES = frozenset({*_NODE_LISTS, MPIRUNS_HOST})
+JOBS_PORT = "cluster.master_port"  # source of a port that the job names
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _FIX = (
     "Start the workers with `toolkit launch` or torchrun, which set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
@@ -120,6 +129,28 @@ _SCHEDULERS: Mapping[Launcher, _Names] = {
     "slurm": _Names("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
+# What launchers and schedulers set is theirs by these names, beside those by which a user or a cloud says the same.
+_PREFIXES = (
+    *("ACCELERATE_", "TORCHELASTIC_", "SLURM", "OMPI_", "PMI", "MV2_", "MPI_LOCAL", "SKYPILOT_", "AZ_BATCH_"),
+    LAUNCHED,
+)
+OF_OTHER_LAUNCHERS = frozenset(
+    {
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),  # torchrun
+        *("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE"),  # DeepSpeed
+        *("PMI_RANK", "PMI_SIZE", "PMI_FD", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    }
+)
+_PLACE = frozenset({*_NAMES, "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", NUM_NODES})
+
+
+def tells_place(name: str) -> bool:
+    """Return whether a variable says which process, node or job this is: it is false on any other machine.
+
+    These are all that `detect_launcher`, `rank_from_environment` and `find_place` read, and others of the same launchers.
+    """
+    return name in _PLACE or name in OF_OTHER_LAUNCHERS or name.startswith(_PREFIXES)
+
 
 def detect_launcher(env: Mapping[str, str]) -> Launcher | None:
     """Return the name of the launcher that started this process as one of several, or `None`.
@@ -168,11 +199,16 @@ def has_terminal() -> bool:
     return True
 
 
-def rank_from_environment(env: Mapping[str, str]) -> WorkerIdentity | None:
+def rank_from_environment(env: Mapping[str, str], *, master_port: int | None = None) -> WorkerIdentity | None:
     """Read this worker's identity from the environment.
+
+    Args:
+        env: Environment variables of this process.
+        master_port: The job's own port, if it names one; MASTER_PORT wins over it, and it over what follows from a scheduler's id.
 
     Returns:
         The identity, or `None` when no launcher started this process.
+
     Raises:
         RunError: LAUNCH_ENV, with every variable that is missing, not a number, out of range, or contradicts another.
     """
@@ -190,7 +226,9 @@ def rank_from_environment(env: Mapping[str, str]) -> WorkerIdentity | None:
     raise_all(RunError, _unreadable(env, numbers))
     rank, local_rank, world_size = (numbers[name] or 0 for name in sources)
     local_size, local_source = _local_world_size(env, launcher)
-    addr, port, address_sources = _master(env, launcher, world_size=world_size, local_world_size=local_size)
+    addr, port, address_sources = _master(
+        env, launcher, world_size=world_size, local_world_size=local_size, master_port=master_port
+    )
     found = [
         *_contradictions(env, names),
         *_out_of_range(sources, rank, local_rank, world_size, local_size, local_source),
@@ -292,20 +330,36 @@ def _no_address(size_name: str, world_size: int, addr: str | None, port: int | N
 
 
 def _master(
-    env: Mapping[str, str], launcher: Launcher | None, *, world_size: int, local_world_size: int | None
+    env: Mapping[str, str],
+    launcher: Launcher | None,
+    *,
+    world_size: int,
+    local_world_size: int | None,
+    master_port: int | None,
 ) -> tuple[str | None, int | None, tuple[str, ...]]:
     """Return host and port of rank 0, and the variables that say them."""
     addr, addr_source = env.get("MASTER_ADDR") or None, "MASTER_ADDR"
-    port, port_source = _number(env.get("MASTER_PORT")), "MASTER_PORT"
-    if env.get("MASTER_PORT") and (port is None or not 1 <= port <= 65535):
-        raise RunError(_problem("MASTER_PORT", f"MASTER_PORT={env['MASTER_PORT']!r} is not a port, 1 to 65535"))
+    port, port_source = port_that_is_set(env), "MASTER_PORT"
     if launcher in _SCHEDULERS and world_size > 1:
         if addr is None:
             addr, addr_source = first_host(env, launcher, on_one_machine=local_world_size == world_size)
         if port is None:
-            port, port_source = port_of_job(env, launcher)
+            port, port_source = (master_port, JOBS_PORT) if master_port else port_of_job(env, launcher)
     found = [name for name, value in ((addr_source, addr), (port_source, port)) if value is not None and name]
     return addr, port, tuple(found)
+
+
+def port_that_is_set(env: Mapping[str, str]) -> int | None:
+    """Return MASTER_PORT; None where it is not set, or empty.
+
+    Raises:
+        RunError: LAUNCH_ENV, if it is no port.
+    """
+    text = env.get("MASTER_PORT", "")
+    port = _number(text)
+    if text and (port is None or not 1 <= port <= 65535):
+        raise RunError(_problem("MASTER_PORT", f"MASTER_PORT={text!r} is not a port, 1 to 65535"))
+    return port
 
 
 def first_host(env: Mapping[str, str], launcher: Launcher | None, *, on_one_machine: bool) -> tuple[str | None, str]:
@@ -316,7 +370,7 @@ def first_host(env: Mapping[str, str], launcher: Launcher | None, *, on_one_mach
     """
     if on_one_machine:
         return "127.0.0.1", ""
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+    for name in _NODE_LISTS:
         if env.get(name):
             try:
                 return expand_hostlist(env[name])[0], name
@@ -332,8 +386,8 @@ def first_host(env: Mapping[str, str], launcher: Launcher | None, *, on_one_mach
         if "AZ_BATCH_MASTER_NODE" in env:  # Azure ML: address:port
             return env["AZ_BATCH_MASTER_NODE"].rpartition(":")[0] or None, "AZ_BATCH_MASTER_NODE"
         # Where mpirun runs, which is the first host unless it was started from outside of its hosts.
-        uri = re.search(r"tcp://([0-9.]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
-        return (uri[1] if uri else None), "OMPI_MCA_orte_hnp_uri"
+        uri = re.search(r"tcp://([0-9.]+)", env.get(MPIRUNS_HOST, ""))
+        return (uri[1] if uri else None), MPIRUNS_HOST
     return None, ""
 
 
@@ -353,5 +407,5 @@ def port_of_job(env: Mapping[str, str], launcher: Launcher | None) -> tuple[int,
             job = env[name]
             number = int(job) if job.isdecimal() else zlib.crc32(job.encode())
             # 101 is prime to 20,000: the steps of a job are far from the jobs after it.
-            return _FIRST_PORT + (number + 101 * (_number(step) or 0)) % _NUM_PORTS, name
+            return FIRST_PORT + (number + 101 * (_number(step) or 0)) % NUM_PORTS, name
     return DEFAULT_PORT, ""

@@ -10,15 +10,16 @@ Source:
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import psutil
 
 from toolkit.errors import RunError
-from toolkit.launch.identity import WorkerIdentity
+from toolkit.launch.identity import ADDRESS_SOURCES, MPIRUNS_HOST, WorkerIdentity
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 RESOLVE_SECONDS = 10.0  # a name service of a cluster that has just started may need some time
@@ -41,8 +42,8 @@ def gloo_environment(
     if not identity.spans_nodes or identity.master_addr is None:
         return {}
     name = interface_towards(identity.master_addr, seconds=seconds)
-    if identity.rank == 0 and "OMPI_MCA_orte_hnp_uri" in identity.variables:
-        _check_is_here(identity.master_addr)
+    if identity.rank == 0:
+        check_is_here(identity.master_addr, identity.variables)
     return {} if name is None or GLOO_VARIABLE in base else {GLOO_VARIABLE: name}
 
 
@@ -77,17 +78,40 @@ def _resolved(host: str, *, seconds: float) -> str:
             ) from None
 
 
-def _check_is_here(host: str) -> None:
+def check_is_here(host: str, variables: Collection[str]) -> None:
+    """Refuse a host of rank 0 that follows from a list of nodes or from where mpirun runs, if this process, rank 0, is elsewhere.
+
+    Args:
+        host: Host of rank 0.
+        variables: Names of the variables that were read; MASTER_ADDR among them is the user's word.
+
+    Raises:
+        RunError: MASTER_ADDR.
+    """
+    own = socket.gethostname()
+    source = next((name for name in variables if name in ADDRESS_SOURCES), None)
+    if source is None or host.partition(".")[0] == own.partition(".")[0] or _can_bind(host):
+        return
+    said = f"mpirun runs on {host}" if source == MPIRUNS_HOST else f"{source} begins with {host}"
+    raise RunError.of(
+        code="MASTER_ADDR",
+        key="MASTER_ADDR",
+        message=f"MASTER_ADDR is not set, and {said}, which is not the machine of rank 0, {own}",
+        fix=f"Set MASTER_ADDR={own} for all ranks (`mpirun -x MASTER_ADDR={own} ...`), or let rank 0 run on {host}",
+    )
+
+
+def _can_bind(host: str) -> bool:
+    """Return whether one of the host's addresses is this machine's."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except OSError:
-        raise RunError.of(
-            code="MASTER_ADDR",
-            key="MASTER_ADDR",
-            message=f"MASTER_ADDR is not set, and mpirun runs on {host}, which is not the machine of rank 0, {socket.gethostname()}",
-            fix=f"Start it with `mpirun -x MASTER_ADDR={socket.gethostname()} ...`, or run mpirun on the first of its hosts",
-        ) from None
+        return False
+    for family, kind, _, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return True
+    return False
 
 
 def _is_loopback_by_intent(host: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from toolkit.errors import RunError, raise_all
 from toolkit.launch.devices import too_few_cards
 from toolkit.launch.environment import Backend, worker_environment
-from toolkit.launch.interfaces import GLOO_VARIABLE, interface_towards
+from toolkit.launch.interfaces import GLOO_VARIABLE, check_is_here, interface_towards
 from toolkit.launch.nvme import check_nvme, nvme_folder_of
 from toolkit.launch.outcome import RunOutcome, rank_name
 from toolkit.launch.place import Node
@@ -102,6 +102,8 @@ def launch_ranks(
     network = (
         {} if node is None or GLOO_VARIABLE in os.environ else {GLOO_VARIABLE: interface_towards(node.master_addr)}
     )
+    if node is not None and node.node == 0:
+        check_is_here(node.master_addr, node.variables)
     extra = {name: value for name, value in network.items() if value} | dict(extra_environment or {})
 
     def environment(rank: int) -> dict[str, str]:

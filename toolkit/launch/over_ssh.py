@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 import select
 import shlex
 import signal
@@ -19,14 +21,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, final
+from typing import IO, cast, final
 
 from toolkit.errors import INTERRUPTED_EXIT_CODE, Problem, RunError
 from toolkit.launch.hosts import Host
-from toolkit.launch.place import NUM_NODES
+from toolkit.launch.identity import NUM_NODES, tells_place
 from toolkit.launch.signals import ANNOUNCING, SAME_PRESS_SECONDS, SAVING
 from toolkit.launch.supervisor import caught_signals
 
@@ -34,6 +37,10 @@ _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 5.0
 SILENCE_SECONDS = 60.0  # of the launcher, after which a node ends its command
 _GRACE_SECONDS = 10.0  # from an order to end until the node's program kills what is left
+# For the last lines of all nodes; a process that was left behind may hold a pipe open.
+_LAST_LINES_SECONDS = 5.0
+_BAR_SECONDS = 1.0  # between two states of a progress bar that are shown; each is a line of its own here
+_CHUNK_BYTES = 65_536  # also the longest line
 _SSH_FAILED = 255  # man ssh, EXIT STATUS
 # BatchMode: a prompt for a password would wait among the output of all nodes. The rest finds a node that no longer answers.
 _SSH = (
@@ -49,22 +56,17 @@ _SSH = (
     "ServerAliveCountMax=3",
 )
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
-# What describes the machine, the session or another launcher's process, and so is not sent to other machines.
+# What describes the machine or the session, and so is not sent to other machines; nor is what `tells_place`.
 _OF_THIS_MACHINE = frozenset(
     {
         *("HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TMPDIR", "TMP", "TEMP", "CUDA_VISIBLE_DEVICES"),
         *("TERM", "PWD", "OLDPWD", "SHLVL", "_", "MAIL", "LANG", "DISPLAY", "XAUTHORITY"),
-        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
 _PREFIXES_OF_THIS_MACHINE = (
     "SSH_",
     "XDG_",
     "DBUS_",
-    "SLURM",
-    "OMPI_",
-    "PMI",
-    "TORCHELASTIC_",
     "TMUX",
     "LS_COLORS",
     "LC_",
@@ -150,12 +152,44 @@ class NodesOutcome:
 
 
 def sent_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the nodes get from here: all but those that describe this machine or session."""
+    """Return the variables that the nodes get from here: all but those that describe this machine, session or process."""
     return {
         name: value
         for name, value in env.items()
-        if name not in _OF_THIS_MACHINE and not name.startswith(_PREFIXES_OF_THIS_MACHINE)
+        if name not in _OF_THIS_MACHINE and not name.startswith(_PREFIXES_OF_THIS_MACHINE) and not tells_place(name)
     }
+
+
+def shown_lines(
+    chunks: Iterable[bytes], *, bar_seconds: float = _BAR_SECONDS, clock: Callable[[], float] = time.monotonic
+) -> Iterator[bytes]:
+    """Yield the lines of an output as they come; of what ends at a carriage return, as progress bars do, one a second and the last.
+
+    Args:
+        chunks: The output in the parts in which it is read.
+        bar_seconds: Time between two states of a progress bar.
+        clock: Returns the time in seconds.
+    """
+    rest, bar, in_bar, shown_at = b"", b"", False, -math.inf
+    for chunk in chunks:
+        *parts, rest = re.split(rb"([\r\n])", rest + chunk)
+        for text, end in zip(parts[::2], parts[1::2], strict=True):
+            if end == b"\n":
+                line = text or bar
+                if line or not in_bar:
+                    yield line
+                bar, in_bar = b"", False
+            elif text:
+                bar, in_bar = text, True
+                now = clock()
+                if now - shown_at >= bar_seconds:
+                    yield bar
+                    bar, shown_at = b"", now
+        if len(rest) >= _CHUNK_BYTES:
+            yield rest
+            rest = b""
+    if rest or bar:
+        yield rest or bar
 
 
 def address_of_first(hosts: Sequence[Host]) -> str:
@@ -209,13 +243,17 @@ class _Connection:
     index: int
     host: Host
     process: subprocess.Popen[bytes]
-    readers: list[threading.Thread]
+    by_ssh: bool
+
+    @property
+    def input(self) -> IO[bytes]:
+        assert self.process.stdin is not None
+        return self.process.stdin
 
     def tell(self, word: str) -> None:
-        assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has just ended
-            self.process.stdin.write(f"{word}\n".encode())
-            self.process.stdin.flush()
+            self.input.write(f"{word}\n".encode())
+            self.input.flush()
 
 
 @final
@@ -226,6 +264,7 @@ class _Nodes:
         self._width = width
         self._trainer = trainer
         self._running: list[_Connection] = []
+        self._readers: list[threading.Thread] = []
         self._failed: tuple[_Connection, int] | None = None
         self._codes: list[int] = []
         self._interrupted = False
@@ -245,6 +284,8 @@ class _Nodes:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                # What tells the place of this process would tell that of the node to be the same.
+                env={name: value for name, value in os.environ.items() if not tells_place(name)} if here else None,
                 start_new_session=True,  # the terminal's Ctrl-C must not end ssh before the ranks have saved
             )
         except OSError as error:
@@ -255,20 +296,25 @@ class _Nodes:
             ) from error
         assert process.stdout is not None
         assert process.stderr is not None
-        streams = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+        streams = (
+            (cast(BufferedReader, process.stdout), sys.stdout),
+            (cast(BufferedReader, process.stderr), sys.stderr),
+        )
         readers = [threading.Thread(target=self._copy, args=(host, *pair), daemon=True) for pair in streams]
-        node = _Connection(index=len(self._running), host=host, process=process, readers=readers)
+        node = _Connection(index=len(self._running), host=host, process=process, by_ssh=not here)
         self._running.append(node)
+        self._readers += readers
         for reader in readers:
             reader.start()
         order = {"argv": list(argv), "folder": str(folder), "environment": dict(environment)}
         node.tell(json.dumps(order))
 
-    def _copy(self, host: Host, source: IO[bytes], target: IO[str]) -> None:
-        for line in source:
-            text = line.decode("utf-8", errors="replace").rstrip("\n").rsplit("\r", 1)[-1]
-            with self._lock, contextlib.suppress(OSError, ValueError):  # the terminal may have gone
-                print(f"{host.address:<{self._width}} | {text}", file=target, flush=True)
+    def _copy(self, host: Host, source: BufferedReader, target: IO[str]) -> None:
+        with source:
+            for line in shown_lines(iter(lambda: source.read1(_CHUNK_BYTES), b"")):
+                text = line.decode("utf-8", errors="replace")
+                with self._lock, contextlib.suppress(OSError, ValueError):  # the terminal may have gone
+                    print(f"{host.address:<{self._width}} | {text}", file=target, flush=True)
 
     def wait(self, signals: int) -> None:
         """Wait until every node has ended."""
@@ -284,11 +330,14 @@ class _Nodes:
                 self._ended(node)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self.kill_all()
+        until = time.monotonic() + _LAST_LINES_SECONDS
+        for reader in self._readers:
+            reader.join(max(0.0, until - time.monotonic()))
 
     def _ended(self, node: _Connection) -> None:
         self._running.remove(node)
-        for reader in node.readers:
-            reader.join(timeout=5)  # the last lines; a process that was left behind may hold the pipe
+        with contextlib.suppress(OSError):
+            node.input.close()
         code = node.process.returncode
         self._codes.append(code)
         if code != 0 and not (self._interrupted and code == INTERRUPTED_EXIT_CODE) and self._failed is None:
@@ -308,8 +357,7 @@ class _Nodes:
         """Close every connection, at which the nodes end what they run, and wait for ssh to end."""
         for node in self._running:
             with contextlib.suppress(OSError):
-                if node.process.stdin is not None:
-                    node.process.stdin.close()
+                node.input.close()
         for node in self._running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 node.process.wait(_GRACE_SECONDS + 2)
@@ -347,7 +395,7 @@ class _Nodes:
             return NodesOutcome(exit_code=code, interrupted=self._interrupted, problem=None)
         node, code = self._failed
         name = f"node {node.index} ({node.host.address})"
-        if code == _SSH_FAILED:
+        if code == _SSH_FAILED and node.by_ssh:
             problem = Problem(
                 code="NODE_SSH",
                 key="--hosts",

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 
 from toolkit.errors import PlanError, Problem, RunError, raise_all
 from toolkit.launch.identity import (
-    DEFAULT_PORT,
+    JOBS_PORT,
     LAUNCHER_NAMES,
+    NUM_NODES,
     Launcher,
     WorkerIdentity,
     detect_launcher,
     first_host,
     port_of_job,
+    port_that_is_set,
     rank_from_environment,
 )
 
-# The number of nodes, which else the job says.
-NUM_NODES = "TOOLKIT_NUM_NODES"
 # These start one process a rank or one a node, as they are asked to; the others start one a rank.
 _EITHER = ("slurm", "openmpi", "mpich", "mvapich")
 
@@ -69,17 +69,19 @@ def find_place(
         RunError: LAUNCH_ENV, for variables that are incomplete or contradict each other.
         PlanError: WORLD_SIZE, for another number of processes or nodes than the job has.
     """
+    if NUM_NODES in env and not {"RANK", "LOCAL_RANK"} & set(env):
+        return _by_hosts(env, nodes=nodes, gpus_per_node=gpus_per_node, master_port=master_port)
     launcher = detect_launcher(env)
     if launcher is None and "SKYPILOT_NODE_RANK" in env:
         return _skypilot(env, nodes=nodes, gpus_per_node=gpus_per_node, master_port=master_port)
     if launcher is None and nodes > 1 and "NODE_RANK" in env and not {"RANK", "LOCAL_RANK"} & set(env):
         return _by_variables(env, nodes=nodes, gpus_per_node=gpus_per_node, master_port=master_port)
-    identity = rank_from_environment(env)
+    identity = rank_from_environment(env, master_port=master_port)
     if identity is None:
         return None
     size = identity.world_size
     if launcher in _EITHER and "RANK" not in env and gpus_per_node > 1 and size == nodes:
-        return _one_process_a_node(env, identity, launcher, nodes=nodes, master_port=master_port)
+        return _one_process_a_node(identity, launcher, nodes=nodes)
     if size != nodes * gpus_per_node:
         raise PlanError(_wrong_size(identity, nodes=nodes, gpus_per_node=gpus_per_node))
     return identity
@@ -95,10 +97,35 @@ def place_without_job(env: Mapping[str, str], *, num_ranks: int) -> Node | None:
     Raises:
         RunError: LAUNCH_ENV.
     """
-    nodes = env.get(NUM_NODES, "1")
-    if nodes in ("", "1") or not nodes.isdecimal():
+    nodes = _number_of_nodes(env)
+    return None if nodes == 1 else _by_variables(env, nodes=nodes, gpus_per_node=num_ranks, master_port=None)
+
+
+def _number_of_nodes(env: Mapping[str, str]) -> int:
+    text = env.get(NUM_NODES, "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise RunError.of(
+            code="LAUNCH_ENV",
+            key=NUM_NODES,
+            message=f"{NUM_NODES}={text!r} is not a number of nodes, 1 or more",
+            fix=f"Unset it: `--hosts` sets it on each node; or set {NUM_NODES}, NODE_RANK and MASTER_ADDR",
+        )
+    return int(text)
+
+
+def _by_hosts(env: Mapping[str, str], *, nodes: int, gpus_per_node: int, master_port: int | None) -> Node | None:
+    """Read the place that `--hosts` has told this node: nothing else that is set there counts."""
+    told = _number_of_nodes(env)
+    if told != nodes:
+        raise PlanError.of(
+            code="WORLD_SIZE",
+            key="cluster.nodes",
+            message=f"{NUM_NODES}={told}, the plan has {nodes} nodes",
+            fix=f"Set cluster.nodes={told}, or unset {NUM_NODES}",
+        )
+    if nodes == 1:
         return None
-    return _by_variables(env, nodes=int(nodes), gpus_per_node=num_ranks, master_port=None)
+    return _by_variables(env, nodes=nodes, gpus_per_node=gpus_per_node, master_port=master_port)
 
 
 def _wrong_size(identity: WorkerIdentity, *, nodes: int, gpus_per_node: int) -> Problem:
@@ -117,9 +144,7 @@ def _wrong_size(identity: WorkerIdentity, *, nodes: int, gpus_per_node: int) -> 
     )
 
 
-def _one_process_a_node(
-    env: Mapping[str, str], identity: WorkerIdentity, launcher: Launcher, *, nodes: int, master_port: int | None
-) -> Node | None:
+def _one_process_a_node(identity: WorkerIdentity, launcher: Launcher, *, nodes: int) -> Node | None:
     """Read the place of the one process that srun or mpirun has started on each node."""
     if nodes == 1:
         return None  # the only one: it starts all ranks, as without a launcher
@@ -132,12 +157,12 @@ def _one_process_a_node(
             fix="Start one process a node (srun --ntasks-per-node=1, mpirun -N 1), or one a rank",
         )
     assert identity.master_addr is not None
-    port = identity.master_port if "MASTER_PORT" in env else master_port or identity.master_port
+    assert identity.master_port is not None
     return Node(
         node=identity.rank,
         num_nodes=nodes,
         master_addr=identity.master_addr,
-        master_port=port or DEFAULT_PORT,
+        master_port=identity.master_port,
         launcher=launcher,
         variables=identity.variables,
     )
@@ -175,7 +200,7 @@ def _skypilot(env: Mapping[str, str], *, nodes: int, gpus_per_node: int, master_
     )
     if nodes == 1:
         return None
-    port, source = (master_port, "cluster.master_port") if master_port else port_of_job(env, "skypilot")
+    port, source = (master_port, JOBS_PORT) if master_port else port_of_job(env, "skypilot")
     return Node(
         node=int(rank),
         num_nodes=nodes,
@@ -188,17 +213,22 @@ def _skypilot(env: Mapping[str, str], *, nodes: int, gpus_per_node: int, master_
 
 def _by_variables(env: Mapping[str, str], *, nodes: int, gpus_per_node: int, master_port: int | None) -> Node:
     """Read NODE_RANK, MASTER_ADDR and MASTER_PORT, as clouds and the emitted commands set them for each node."""
-    rank, port = env["NODE_RANK"], env.get("MASTER_PORT", "")
+    rank = env.get("NODE_RANK", "")
     addr, source = env.get("MASTER_ADDR"), "MASTER_ADDR"
     if not addr:
         addr, source = first_host(env, None, on_one_machine=False)
     found = []
-    if not rank.isdecimal() or int(rank) >= nodes:
+    if not rank:
+        found.append(("NODE_RANK", f"NODE_RANK is not set, for nodes={nodes}: nothing says which of them this is"))
+    elif not rank.isdecimal() or int(rank) >= nodes:
         found.append(("NODE_RANK", f"NODE_RANK={rank!r} is not one of 0 to {nodes - 1}, for nodes={nodes}"))
     if not addr:
-        found.append(("MASTER_ADDR", f"MASTER_ADDR is not set, though NODE_RANK={rank}: nodes cannot find each other"))
-    if port and not (port.isdecimal() and 1 <= int(port) <= 65535):
-        found.append(("MASTER_PORT", f"MASTER_PORT={port!r} is not a port, 1 to 65535"))
+        found.append(("MASTER_ADDR", f"MASTER_ADDR is not set, for nodes={nodes}: they cannot find each other"))
+    port = None
+    try:
+        port = port_that_is_set(env)
+    except RunError as error:
+        found += [(str(problem.key), problem.message) for problem in error.problems]
     size = env.get("WORLD_SIZE")
     if size not in (None, str(nodes * gpus_per_node), str(nodes)):  # some clouds count ranks there, others nodes
         found.append(("WORLD_SIZE", f"WORLD_SIZE={size}, the plan has {nodes * gpus_per_node} ranks on {nodes} nodes"))
@@ -209,7 +239,7 @@ def _by_variables(env: Mapping[str, str], *, nodes: int, gpus_per_node: int, mas
         node=int(rank),
         num_nodes=nodes,
         master_addr=addr,
-        master_port=int(port) if port else master_port or port_of_job(env, None)[0],
+        master_port=port or master_port or port_of_job(env, None)[0],
         launcher="variables",
         variables=("NODE_RANK", source, *(["MASTER_PORT"] if port else [])),
     )

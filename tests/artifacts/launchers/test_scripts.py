@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -221,6 +222,7 @@ def test_ssh_starts_each_node_and_saves_when_it_is_told_to_stop(tools, tmp_path)
     folder.mkdir()
     os.chdir(folder)
     environment = tools(ssh=SSH, torchrun=TORCHRUN) | {"MASTER_PORT": port, "NCCL_DEBUG": "it's"}
+    environment |= {"XDG_RUNTIME_DIR": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     emit(make_plan(), "an 'out'", hosts=["alpha", "beta"], launchers=["ssh"])
     run = start(environment, "bash", "an 'out'/ssh.sh", "--set", "x='$y")
     wait_for("ready-0", "ready-1")
@@ -229,6 +231,9 @@ def test_ssh_starts_each_node_and_saves_when_it_is_told_to_stop(tools, tmp_path)
         assert started["argv"][-5:] == ["an 'out'/plan.json", "--resume", "auto", "--set", "x='$y"]
         assert (started["env"]["NODE_ADDR"], started["env"]["MASTER_ADDR"]) == (host, "alpha")
         assert (started["env"]["MASTER_PORT"], started["env"]["NCCL_DEBUG"]) == (port, "it's")
+    kept = tmp_path / "cache" / "toolkit"
+    assert kept.stat().st_mode & 0o777 == 0o700
+    assert len(list(kept.glob("*.pid"))) == 2
     run.send_signal(signal.SIGTERM)
     shown, _ = run.communicate(timeout=60)
     assert "each rank finishes its step and saves" in shown
@@ -237,11 +242,13 @@ def test_ssh_starts_each_node_and_saves_when_it_is_told_to_stop(tools, tmp_path)
     assert Path("saved-1").exists()
 
 
-def test_pdsh_gets_one_command_for_all_nodes(tools):
+def test_pdsh_gets_one_command_for_all_nodes(tools, tmp_path):
     environment = tools(pdsh=RECORD, torchrun=TORCHRUN) | {"RECORD": "record", "MASTER_PORT": "2345"}
+    environment |= {"XDG_RUNTIME_DIR": str(tmp_path)}
     emit(make_plan(), "50% of 'out'", hosts=["alpha", "beta"], launchers=["pdsh"])
     subprocess.run(["bash", "50% of 'out'/pdsh.sh", "--set", "x=%n '$y"], env=environment, check=True)
     argv = json.loads(Path("record").read_text())["argv"]
+    assert len(argv) == 9
     assert argv[:8] == ["pdsh", "-R", "ssh", "-S", "-f", "2", "-w", "alpha,beta"]
     # As pdsh does for its second node.
     remote = argv[8].replace("%%", "\0").replace("%n", "1").replace("%h", "beta").replace("\0", "%")
@@ -250,6 +257,57 @@ def test_pdsh_gets_one_command_for_all_nodes(tools):
     started = json.loads(Path("started-1").read_text())
     assert started["argv"][-5:] == ["50% of 'out'/plan.json", "--resume", "auto", "--set", "x=%n '$y"]
     assert started["env"]["NODE_ADDR"] == "beta"
+    (kept,) = (tmp_path / "toolkit").glob("*-2345-1.pid")
+    assert kept.parent.stat().st_mode & 0o777 == 0o700
+
+
+# pdsh over two nodes that are both this machine; its exit code is the largest, as with -S.
+PDSH = f"""#!{sys.executable}
+import subprocess, sys, threading
+*_, hosts, command = sys.argv[1:]
+codes = []
+def run(index, host):
+    words = command.replace("%%", chr(0)).replace("%n", str(index)).replace("%h", host).replace(chr(0), "%")
+    process = subprocess.Popen(["sh", "-c", words], stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        print(host + ": " + line, end="", flush=True)
+    codes.append(process.wait())
+threads = [threading.Thread(target=run, args=each) for each in enumerate(hosts.split(","))]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+sys.exit(max(codes))
+"""
+
+
+def test_pdsh_tells_the_others_when_a_node_fails(tools, tmp_path):
+    fails = TORCHRUN.replace("json.dump(", "(node == '1' and sys.exit(1)) or json.dump(")
+    environment = tools(pdsh=PDSH, torchrun=fails) | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    emit(make_plan(), "out", hosts=["alpha", "beta"], launchers=["pdsh"])
+    run = start(environment, "bash", "out/pdsh.sh")
+    shown, _ = run.communicate(timeout=60)
+    assert "beta: its ranks ended with exit code 1" in shown
+    assert run.returncode == 130
+    assert Path("saved-0").exists(), shown
+
+
+@pytest.mark.parametrize("assigned", ["'{}'", '"{}"'])
+def test_sagemaker_moves_an_uploaded_output_folder_away(tools, tmp_path, assigned):
+    """Its SDK writes the command into a script, in quotes of either kind, and evaluates its words."""
+    environment = tools(bash=RECORD) | {"RECORD": "record"}
+    options = LaunchOptions(image="x", compute="ml.p5.48xlarge")
+    plan = make_plan(gpu="h100-sxm-80gb", nodes=1, gpus_per_node=8)
+    emit(plan, "out", launchers=["sagemaker"], options=options)
+    for folder in (plan.output_dir / "checkpoint-4", Path("kept")):
+        folder.mkdir(parents=True)
+    text = Path("out/sagemaker_job.py").read_text().replace("/opt/ml/checkpoints", str(tmp_path / "kept"))
+    (command,) = [ast.literal_eval(line[10:]) for line in text.splitlines() if line.startswith("COMMAND = ")]
+    for _ in range(2):  # again on a machine that SageMaker restarts
+        subprocess.run(["/bin/bash", "-c", f"CMD={assigned.format(command)}\neval $CMD"], env=environment, check=True)
+        assert plan.output_dir.readlink() == tmp_path / "kept"
+    assert not list(Path("kept").iterdir())
+    assert plan.output_dir.with_name(f"{plan.output_dir.name}.uploaded").joinpath("checkpoint-4").is_dir()
+    calls = [json.loads(line)["argv"] for line in Path("record").read_text().splitlines()]
+    assert calls == [["bash", "out/node.sh", "--resume", "auto"]] * 2
 
 
 @pytest.mark.parametrize("gpu", ["cpu", "h100-sxm-80gb"])

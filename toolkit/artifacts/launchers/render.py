@@ -17,11 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.commands import DEFAULT_PORT, exports
+from toolkit.artifacts.commands import exports
 from toolkit.artifacts.launchers.cards import CARDS
 from toolkit.artifacts.launchers.catalogue import KINDS, NODE_SCRIPT, LauncherName
 from toolkit.artifacts.launchers.options import LaunchOptions
 from toolkit.errors import one_line
+from toolkit.launch.identity import DEFAULT_PORT
 from toolkit.planning.plan import Plan
 from toolkit.units import GIB
 

@@ -1,7 +1,7 @@
 """Starts quickstart-llama on 8 × h100-sxm-80gb as a training job of SageMaker, through its Python SDK (version 3).
 
 Written by `toolkit emit`, which rewrites it: change the job and emit again. Call it from the folder in which `toolkit emit` ran,
-which is uploaded.
+which is uploaded. An output folder that was uploaded with it is moved away there, to its name with `.uploaded` behind.
 
 Checkpoints go to the S3 folder that is given; a job that is started again with the same folder resumes.
 """
@@ -11,11 +11,8 @@ import argparse
 from sagemaker.train import ModelTrainer
 from sagemaker.train.configs import CheckpointConfig, Compute, SourceCode, StoppingCondition
 
-COMMAND = (
-    'mkdir -p /opt/ml/checkpoints "$(dirname runs/my-job)"\n'
-    "ln -sfn /opt/ml/checkpoints runs/my-job\n"
-    "exec bash out-sagemaker/node.sh --resume auto\n"
-)
+# One line without double quotes: versions of the SDK write it between such into a script, and evaluate its words.
+COMMAND = "mkdir -p /opt/ml/checkpoints runs && { [ -L runs/my-job ] || [ ! -e runs/my-job ] || mv -vT runs/my-job runs/my-job.uploaded; } && ln -sfn /opt/ml/checkpoints runs/my-job && exec bash out-sagemaker/node.sh --resume auto"
 
 
 def make_trainer(arguments: argparse.Namespace) -> ModelTrainer:

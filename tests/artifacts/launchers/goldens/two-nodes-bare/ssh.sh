@@ -10,7 +10,9 @@ set -uo pipefail
 
 hosts=(alpha beta)
 port="${MASTER_PORT:-29500}"
-mark="/tmp/toolkit-$(id -u)-my-job-$port"  # process ids of the nodes, for `tell`
+# Process ids of the nodes, for `tell`: in a folder of each node that is the user's alone.
+kept='kept="${XDG_RUNTIME_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}}/toolkit"'
+mark="\$kept/my-job-$port"
 quoted() { printf "'%s' " "${1//\'/\'\\\'\'}"; }
 
 arguments="$(for word in "$@"; do quoted "$word"; done)"
@@ -21,14 +23,14 @@ start() {
   {
     printf 'cd %s || exit 1\n%s\n' "$(quoted "$PWD")" "$sent"
     printf 'export NODE_RANK=%s NODE_ADDR=%s MASTER_ADDR=%s MASTER_PORT=%s\n' "$1" "$2" "${hosts[0]}" "$port"
-    printf 'echo $$ > %s-%s.pid\n' "$mark" "$1"
+    printf '%s; (umask 077; mkdir -p "$kept"); echo $$ > "%s-%s.pid"\n' "$kept" "$mark" "$1"
     printf 'exec bash %s --resume auto %s < /dev/null\n' out-ssh/node.sh "$arguments"
   } | ssh -o BatchMode=yes "$2" bash -s 2>&1 | sed -u "s/^/$2: /"
 }
 # shellcheck disable=SC2329 # a trap below calls it, too
 tell() {
   for rank in "${!hosts[@]}"; do
-    ssh -n -o BatchMode=yes "${hosts[$rank]}" "kill -s TERM \"\$(cat $mark-$rank.pid)\"" 2>/dev/null &
+    ssh -n -o BatchMode=yes "${hosts[$rank]}" "$kept; kill -s TERM \"\$(cat \"$mark-$rank.pid\")\"" 2>/dev/null &
   done
 }
 

@@ -1,7 +1,7 @@
 """Starts quickstart-llama on 16 × h100-sxm-80gb as a training job of SageMaker, through its Python SDK (version 3).
 
 Written by `toolkit emit`, which rewrites it: change the job and emit again. Call it from the folder in which `toolkit emit` ran,
-which is uploaded.
+which is uploaded. An output folder that was uploaded with it is moved away there, to its name with `.uploaded` behind.
 
 All nodes write their checkpoints to one FSx for Lustre file system, whose folder is given.
 """
@@ -11,13 +11,8 @@ import argparse
 from sagemaker.train import ModelTrainer
 from sagemaker.train.configs import Compute, FileSystemDataSource, InputData, Networking, SourceCode, StoppingCondition
 
-COMMAND = (
-    'mkdir -p /opt/ml/input/data/work "$(dirname /runs/my-job)"\n'
-    "ln -sfn /opt/ml/input/data/work /runs/my-job\n"
-    'export NODE_RANK="$SM_CURRENT_HOST_RANK" NODE_ADDR="$SM_CURRENT_HOST"\n'
-    'export MASTER_ADDR="$SM_MASTER_ADDR" MASTER_PORT="$SM_MASTER_PORT"\n'
-    "exec bash out-sagemaker/node.sh --resume auto\n"
-)
+# One line without double quotes: versions of the SDK write it between such into a script, and evaluate its words.
+COMMAND = "mkdir -p /opt/ml/input/data/work /runs && { [ -L /runs/my-job ] || [ ! -e /runs/my-job ] || mv -vT /runs/my-job /runs/my-job.uploaded; } && ln -sfn /opt/ml/input/data/work /runs/my-job && export NODE_RANK=$SM_CURRENT_HOST_RANK NODE_ADDR=$SM_CURRENT_HOST MASTER_ADDR=$SM_MASTER_ADDR MASTER_PORT=$SM_MASTER_PORT && exec bash out-sagemaker/node.sh --resume auto"
 
 
 def make_trainer(arguments: argparse.Namespace) -> ModelTrainer:
