@@ -20,7 +20,8 @@ from ranks import QUICK
 from train_jobs import curve, hears_interrupts, write_inputs, write_job
 
 from toolkit.launch.hosts import Host
-from toolkit.launch.over_ssh import SILENCE_SECONDS, address_of_first, run_on_hosts, sent_environment, shown_lines
+from toolkit.launch.node_program import SILENCE_SECONDS
+from toolkit.launch.over_ssh import address_of_first, run_on_hosts, sent_environment, shown_lines
 
 needs_machines = pytest.mark.skipif(bool(why_none()), reason=why_none())
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin") or ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.launch.environment import PLAN_VARIABLE, explain_environment
-from toolkit.launch.identity import DEFAULT_PORT
+from toolkit.launch.ports import DEFAULT_PORT
 from toolkit.planning.deepspeed_config import Consumer
 from toolkit.planning.plan import Plan
 

@@ -13,8 +13,7 @@ import psutil
 from toolkit.doctor.findings import Finding, found
 from toolkit.doctor.kinds import Level
 from toolkit.errors import RunError
-from toolkit.launch.identity import DEFAULT_PORT
-from toolkit.launch.ports import check_port, free_port
+from toolkit.launch.ports import DEFAULT_PORT, check_port, free_port
 
 # Locks of output folders give a sign of life every ten seconds; a clock that is kept is right to milliseconds.
 _SKEW_SECONDS = 1.0

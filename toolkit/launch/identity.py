@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from toolkit.errors import Problem, RunError, raise_all
 from toolkit.launch.hosts import expand_hostlist, tasks_of_node
+from toolkit.launch.ports import DEFAULT_PORT, FIRST_PORT, NUM_PORTS
 
 Launcher = Literal[
     "toolkit", "torchrun", "deepspeed", "accelerate", "slurm", "openmpi", "mpich", "mvapich", "skypilot", "variables"
@@ -25,11 +26,6 @@ Launcher = Literal[
 LAUNCHED = "TOOLKIT_LAUNCHED"
 # Number of nodes, which `--hosts` tells each of them; it wins over what else is set there.
 NUM_NODES = "TOOLKIT_NUM_NODES"
-# Where torchrun, `deepspeed` and `accelerate launch` meet (torch distributed/run.py, deepspeed constants.py
-# TORCH_DISTRIBUTED_DEFAULT_PORT).
-DEFAULT_PORT = 29500
-# Ports that follow from a job's id lie here: below those that Linux gives to outgoing connections (32768, ip_local_port_range).
-FIRST_PORT, NUM_PORTS = 10_000, 20_000
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 MPIRUNS_HOST = "OMPI_MCA_orte_hnp_uri"
 # From these the host of rank 0 is concluded, though the ranks may have been placed otherwise.

@@ -1,9 +1,7 @@
 """Starting a command on each node of a run from one machine, over ssh, and supervision of all of them.
 
-On each node a small program starts the command and obeys its standard input, which ssh carries: an order with the command and
-its environment, which so stands in no process list, then signals to pass on, and a beat every few seconds. When the input
-closes or falls silent, because the launcher was killed, its machine was lost or the network was, the program ends the command.
-Nothing of ours need be installed for the program itself.
+On each node a small program, `node_program`, starts the command and obeys its standard input, which ssh carries: an order with
+the command and its environment, which so stands in no process list, then signals to pass on, and a beat every few seconds.
 """
 
 from __future__ import annotations
@@ -30,13 +28,12 @@ from typing import IO, cast, final
 from toolkit.errors import INTERRUPTED_EXIT_CODE, Problem, RunError
 from toolkit.launch.hosts import Host
 from toolkit.launch.identity import NUM_NODES, tells_place
+from toolkit.launch.node_program import GRACE_SECONDS, NODE_PROGRAM
 from toolkit.launch.signals import ANNOUNCING, SAME_PRESS_SECONDS, SAVING
 from toolkit.launch.supervisor import caught_signals
 
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 5.0
-SILENCE_SECONDS = 60.0  # of the launcher, after which a node ends its command
-_GRACE_SECONDS = 10.0  # from an order to end until the node's program kills what is left
 # For the last lines of all nodes; a process that was left behind may hold a pipe open.
 _LAST_LINES_SECONDS = 5.0
 _BAR_SECONDS = 1.0  # between two states of a progress bar that are shown; each is a line of its own here
@@ -71,69 +68,6 @@ _PREFIXES_OF_THIS_MACHINE = (
     "LS_COLORS",
     "LC_",
 )
-
-_PROGRAM = f"""
-import json, os, select, signal, subprocess, sys, time
-text = b""
-def read(seconds):
-    global text
-    if not select.select([0], [], [], seconds)[0]:
-        return True
-    got = os.read(0, 65536)
-    text += got
-    return bool(got)
-while b"\\n" not in text:
-    if not read(60):
-        sys.exit(1)
-order, _, text = text.partition(b"\\n")
-order = json.loads(order)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_IGN)
-def own_session():
-    os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-try:
-    os.chdir(order["folder"])
-    child = subprocess.Popen(order["argv"], env={{**os.environ, **order["environment"]}}, stdin=subprocess.DEVNULL, preexec_fn=own_session)
-except OSError as error:
-    print("cannot start", order["argv"][0], "in", order["folder"] + ":", error, file=sys.stderr)
-    sys.exit(127)
-heard, kill_at = time.monotonic(), None
-def end():
-    global kill_at
-    if kill_at is None:
-        kill_at = time.monotonic() + {_GRACE_SECONDS}
-        child.send_signal(signal.SIGTERM)
-        time.sleep({SAME_PRESS_SECONDS} + 0.2)
-        child.send_signal(signal.SIGTERM)
-is_open = True
-while child.poll() is None:
-    if is_open:
-        is_open = read(0.1)
-        if not is_open:
-            end()
-    else:
-        time.sleep(0.1)
-    while b"\\n" in text:
-        word, _, text = text.partition(b"\\n")
-        heard = time.monotonic()
-        if word == b"end":
-            end()
-        elif word:
-            child.send_signal(int(word))
-    if time.monotonic() - heard > {SILENCE_SECONDS}:
-        end()
-    if kill_at is not None and time.monotonic() > kill_at:
-        os.killpg(child.pid, signal.SIGKILL)
-try:
-    os.killpg(child.pid, signal.SIGKILL)
-except OSError:
-    pass
-sys.stdout.flush()
-code = child.wait()
-os._exit(code if code >= 0 else 128 - code)
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +210,7 @@ class _Nodes:
     def start(self, host: Host, argv: Sequence[str], *, environment: Mapping[str, str], folder: Path) -> None:
         """Connect to one node and send it its order."""
         here = host.address in _LOCAL or host.address == socket.gethostname()
-        program = [sys.executable, "-I", "-S", "-u", "-c", _PROGRAM]
+        program = [sys.executable, "-I", "-S", "-u", "-c", NODE_PROGRAM]
         command = program if here else [*_SSH, host.name, shlex.join(program)]
         try:
             process = subprocess.Popen(
@@ -346,7 +280,7 @@ class _Nodes:
             self._end()
 
     def _end(self) -> None:
-        self._kill_at = self._kill_at or time.monotonic() + 2 * _GRACE_SECONDS
+        self._kill_at = self._kill_at or time.monotonic() + 2 * GRACE_SECONDS
         self._tell_all("end")
 
     def _tell_all(self, word: str) -> None:
@@ -360,7 +294,7 @@ class _Nodes:
                 node.input.close()
         for node in self._running:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                node.process.wait(_GRACE_SECONDS + 2)
+                node.process.wait(GRACE_SECONDS + 2)
             node.process.kill()
             node.process.wait()
             self._codes.append(node.process.returncode)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import errno
 import socket
 
-import psutil
-
 from toolkit.errors import RunError
+
+# Where torchrun, `deepspeed` and `accelerate launch` meet (torch distributed/run.py, deepspeed constants.py
+# TORCH_DISTRIBUTED_DEFAULT_PORT).
+DEFAULT_PORT = 29500
+# Ports that follow from a job's id, or are drawn for `--hosts`, lie here: below those that Linux gives to outgoing connections (32768,
+# ip_local_port_range).
+FIRST_PORT, NUM_PORTS = 10_000, 20_000
 
 
 def free_port() -> int:
@@ -51,6 +56,8 @@ def _can_bind(family: socket.AddressFamily, port: int) -> bool:
 
 
 def _holder(port: int) -> str:
+    import psutil
+
     try:
         pids = {
             connection.pid

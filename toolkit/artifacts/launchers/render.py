@@ -22,7 +22,7 @@ from toolkit.artifacts.launchers.cards import CARDS
 from toolkit.artifacts.launchers.catalogue import KINDS, NODE_SCRIPT, LauncherName
 from toolkit.artifacts.launchers.options import LaunchOptions
 from toolkit.errors import one_line
-from toolkit.launch.identity import DEFAULT_PORT
+from toolkit.launch.ports import DEFAULT_PORT
 from toolkit.planning.plan import Plan
 from toolkit.units import GIB
 
