@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from toolkit.credentials import MASK, is_credential, masked, masked_text
@@ -70,6 +72,8 @@ def test_few_arguments_of_trainers_and_keys_of_other_tools_are_credentials():
         ("HF_TOKEN=s3cret A=b", f"HF_TOKEN={MASK} A=b"),
         ("env='HF_TOKEN=s3cret A=b'", f"env='HF_TOKEN={MASK} A=b'"),
         ('{"api_key": "s3cret", "key": "text"}', f'{{"api_key": {MASK}, "key": "text"}}'),
+        ('"password": "s3\\"cret"', f'"password": {MASK}'),
+        ("--opt=--token=s3cret", f"--opt=--token={MASK}"),
         ("ghp_aaaaaaaaaaaaaaaaaaaaaaaa", MASK),
         ("git+ssh://git@github.com/a", "git+ssh://git@github.com/a"),
         ("http://host:80/a@b", "http://host:80/a@b"),
@@ -90,3 +94,12 @@ def test_options_with_their_values_and_values_that_are_known():
 @pytest.mark.parametrize("value", [None, True, False, ""])
 def test_what_is_no_text_hides_nothing(value):
     assert masked(value, name="hub_token") is value
+
+
+@pytest.mark.parametrize(
+    "part", ["a", "a.", "-a", "://:a", "a=", "'a", "A ", "TOKEN:", "http://a:b@", "--a  ", 'a="\\', "token="]
+)
+def test_long_texts_take_no_long_time(part):
+    began = time.process_time()
+    masked(part * (100_000 // len(part)))
+    assert time.process_time() - began < 3

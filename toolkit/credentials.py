@@ -14,100 +14,32 @@ _ANYWHERE = re.compile(
 )
 # Beside `token` in names of the vocabulary, of counts and of layers' settings, which hold no credentials.
 _OF_TEXTS = frozenset(
-    [
-        "id",
-        "ids",
-        "index",
-        "type",
-        "types",
-        "pad",
-        "bos",
-        "eos",
-        "unk",
-        "sep",
-        "cls",
-        "mask",
-        "image",
-        "video",
-        "audio",
-        "vision",
-        "special",
-        "fake",
-        "added",
-        "add",
-        "new",
-        "start",
-        "end",
-        "begin",
-        "stop",
-        "per",
-        "level",
-        "num",
-        "max",
-        "min",
-        "loss",
-        "weight",
-        "count",
-        "length",
-        "split",
-        "drop",
-        "dropping",
-        "dropout",
-        "dispatcher",
-        "lr",
-        "mean",
-        "prob",
-        "probs",
-        "class",
-        "latency",
-        "embedding",
-        "embeddings",
-        "index",
-        "indices",
-        "trainable",
-    ]
-)
+    {
+        *("id", "ids", "index", "indices", "type", "types", "pad", "bos", "eos", "unk", "sep", "cls", "mask", "special", "fake", "split"),
+        *("image", "video", "audio", "vision", "start", "end", "begin", "stop", "add", "added", "new", "per", "level", "num", "max", "min"),
+        *("count", "length", "mean", "weight", "loss", "prob", "probs", "class", "latency", "lr", "drop", "dropping", "dropout"),
+        *("dispatcher", "embedding", "embeddings", "trainable"),
+    }
+)  # fmt: skip
 # Right before `key` in names without capitals, where `key` alone is a column or an attention's key.
 _OF_SERVICES = frozenset(
-    [
-        "api",
-        "access",
-        "auth",
-        "account",
-        "ssh",
-        "ssl",
-        "tls",
-        "rsa",
-        "license",
-        "signing",
-        "encryption",
-        "storage",
-        "service",
-        "wandb",
-        "comet",
-        "openai",
-        "anthropic",
-        "azure",
-        "aws",
-        "gcp",
-        "hf",
-        "hub",
-        "swanlab",
-        "neptune",
-        "clearml",
-    ]
-)
+    {
+        *("api", "access", "auth", "account", "ssh", "ssl", "tls", "rsa", "license", "signing", "encryption", "storage", "service"),
+        *("aws", "gcp", "azure", "openai", "anthropic", "hf", "hub", "wandb", "comet", "neptune", "clearml", "swanlab"),
+    }
+)  # fmt: skip
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-# user:password@ or, of http, token@ in front of a host; a port before a later @ is none.
+# user:password@ or, of http, token@ in front of a host; a port before a later @ is none. Lengths are bounded, and so is the time.
 _URL_USER = re.compile(
-    r"(?i)\b(?P<scheme>[a-z][a-z0-9+.-]*://)(?:(?P<user>[^\s/?#@:]*):(?!\d+[/?#])[^\s@]+@(?:[^\s/?#@]*@)*"
-    r"|(?P<only>(?<=http://|ttps://)[^\s/?#@:]+)@)"
+    r"://(?:(?P<user>[^\s/?#@:]{0,200}):(?!\d+[/?#])[^\s@]{1,200}@(?:[^\s/?#@]{0,200}@)*"
+    r"|(?P<only>(?<=http://|ttps://)[^\s/?#@:]{1,200})@)"
 )
-_ASSIGNED = re.compile(
-    r"""(?P<quote>["']?)(?P<name>[A-Za-z_][\w.-]*)(?P=quote)(?P<sign>=|(?<=["'])\s*:\s*|(?<=[A-Z]):\s*)"""
-    r"""(?P<value>"[^"]*"|'[^']*'|[^\s,;&"'}\]]+)"""
+_SIGN = re.compile(
+    r"""(?<![\w.-])(?P<quote>["']?)(?P<name>-{0,2}[A-Za-z_][\w.-]{0,200})(?P=quote)(?:=|(?<=["'])\s{0,9}:\s*|(?<=[A-Z]):\s*)"""
 )
-_OPTION = re.compile(r"(?P<name>--?[A-Za-z][\w-]*)(?P<blank>\s+)(?P<value>[^\s-]\S*)")
+_OPTION = re.compile(r"(?<![\w.-])(?P<name>--?[A-Za-z][\w-]{0,200})\s+(?=[^\s-])")
+_VALUE = re.compile(r""""(?:[^"\\]|\\.)*"|'[^']*'|[^\s,;&"'}\]]+""")
+_PLAIN = frozenset({"true", "false", "null", "True", "False", "None", "…"})
 # How services spell their tokens: Hugging Face, GitHub, GitLab, OpenAI and others, AWS, Slack, NVIDIA.
 _LOOKS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{16}"
@@ -144,7 +76,7 @@ def masked(value: Any, *, name: str = "") -> Any:
         return value
     if is_credential(name):
         return MASK
-    return _OPTION.sub(_masked_option, masked_text(value)) if isinstance(value, str) else value
+    return _masked_behind(_OPTION, masked_text(value)) if isinstance(value, str) else value
 
 
 def masked_text(text: str, *hidden: Any) -> str:
@@ -157,8 +89,7 @@ def masked_text(text: str, *hidden: Any) -> str:
     for value in sorted({str(each) for each in hidden if str(each).strip()}, key=len, reverse=True):
         text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", MASK, text)
     text = _URL_USER.sub(_masked_user, text)
-    text = _ASSIGNED.sub(_masked_assignment, text)
-    return _LOOKS.sub(MASK, text)
+    return _LOOKS.sub(MASK, _masked_behind(_SIGN, text))
 
 
 def _is_credential_word(words: list[str], at: int) -> bool:
@@ -175,17 +106,17 @@ def _is_credential_word(words: list[str], at: int) -> bool:
 
 def _masked_user(found: re.Match[str]) -> str:
     user = "" if found["user"] is None else f"{found['user']}:"
-    return f"{found['scheme']}{user}{MASK}@"
+    return f"://{user}{MASK}@"
 
 
-def _masked_assignment(found: re.Match[str]) -> str:
-    before, value = found.group()[: found.start("value") - found.start()], found["value"]
-    if is_credential(found["name"]) and value not in ("true", "false", "null", "None", "True", "False", "…"):
-        return before + MASK
-    quote = value[0] if value[0] in "\"'" else ""
-    inner = value[1:-1] if quote else value
-    return f"{before}{quote}{_ASSIGNED.sub(_masked_assignment, inner)}{quote}"  # such as a command line in quotes
-
-
-def _masked_option(found: re.Match[str]) -> str:
-    return f"{found['name']}{found['blank']}{MASK}" if is_credential(found["name"]) else found.group()
+def _masked_behind(names: re.Pattern[str], text: str) -> str:
+    """Return a text with a mask for each value behind the name of a credential."""
+    parts, at = list[str](), 0
+    while (found := names.search(text, at)) is not None:
+        parts.append(text[at : found.end()])
+        at = found.end()
+        value = _VALUE.match(text, at) if is_credential(found["name"]) else None
+        if value is not None and value.group() not in _PLAIN:
+            parts.append(MASK)
+            at = value.end()
+    return "".join([*parts, text[at:]])

@@ -10,6 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from toolkit.config.job import Job
 from toolkit.config.schema import section_of
+from toolkit.credentials import masked
 from toolkit.deepspeed_spec.job_section import check_section
 from toolkit.deepspeed_spec.nested import with_value
 from toolkit.errors import Problem, SpecError
@@ -151,6 +152,6 @@ def _contradiction(target: str, old: Value, new: Value) -> Problem:
         code="MIGRATE_CONTRADICTION",
         key=target,
         message=f"{first.path}={shown(first.told)} ({first.place}) and {second.path}={shown(second.told)} ({second.place}) are two values of "
-        f"{target}: {shown(old.value)} and {shown(new.value)}",
+        f"{target}: {shown(masked(old.value))} and {shown(masked(new.value))}",
         fix="Make both files say the same, or leave one of the two keys out",
     )
