@@ -61,8 +61,8 @@ PROFILES: dict[str, OffloadProfile] = {
             optimizer="cpu",
             min_zero_stage=1,
             explanation=(
-                "the fp32 master copy, the Adam moments and the fp32 gradients live in host memory and the CPU runs "
-                "the optimizer step; gradients cross PCIe each step; `toolkit estimate` shows what a node needs"
+                "the fp32 master copy and the Adam moments live in host memory and the CPU runs the optimizer step; "
+                "gradients cross PCIe each step; `toolkit estimate` shows what a node needs"
             ),
         ),
         OffloadProfile(

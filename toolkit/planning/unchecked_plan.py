@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from toolkit.catalog.gpus import Gpu
@@ -44,7 +45,14 @@ class UncheckedPlan:
         """What the offload profile does, in words."""
         if self.on_cpu and self.profile.name == "none":
             return "everything is in the host's memory"
-        return self.profile.explanation
+        return "; ".join([self.profile.explanation, *self._engine_of_offload()])
+
+    def _engine_of_offload(self) -> Iterator[str]:
+        if self.offload_engine == "overlapped":
+            yield "offload_engine=overlapped: the step runs beside the passes of the card"
+        elif self.profile.name == "optimizer-cpu":
+            why = f": {self.against_overlap}" if self.against_overlap else ""
+            yield f"offload_engine=deepspeed: the card waits for the step{why}"
 
     @property
     def host_memory_gib(self) -> float | None:
