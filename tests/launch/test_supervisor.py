@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from toolkit.errors import RunError
+from toolkit.launch.outcome import read_worker_error
 from toolkit.launch.supervisor import supervise
 
 PRELUDE = """
@@ -38,7 +39,8 @@ outcome = supervise(
     ranks=range(2),
     env_for_rank=lambda rank: {**os.environ, "RANK": str(rank), "FOLDER": str(folder)},
     log_dir=folder / "logs",
-    trainer=eval(sys.argv[2]) if sys.argv[2:] else None,
+    trainer=(trainer := eval(sys.argv[2]) if sys.argv[2:] else None),
+    grace_seconds=0.0 if trainer else 10.0,
 )
 print("FAILURE", outcome.failure and outcome.failure.ended_by, flush=True)
 sys.exit(outcome.exit_code)
@@ -343,6 +345,58 @@ def test_a_failure_while_saving_is_a_failure(start):
     supervisor.send_signal(signal.SIGINT)
     output, _ = supervisor.communicate(timeout=100)
     assert (supervisor.returncode, "FAILURE exit code 5" in output) == (3, True)
+
+
+STOPPED_MINUTES = 0.008
+
+
+@pytest.mark.parametrize("stopped", [pytest.param([1], marks=pytest.mark.full), [0, 1]])
+def test_ranks_that_stay_stopped_end_the_run_and_are_named(tmp_path, start, stopped):
+    supervisor = start("ready(); time.sleep(300)", trainer=f"TrainerRanks(hang_timeout_minutes={STOPPED_MINUTES})")
+    pids = [pid_in(tmp_path / f"ready-{rank}") for rank in range(2)]
+    for rank in stopped:
+        os.kill(pids[rank], signal.SIGSTOP)
+    _, told = supervisor.communicate(timeout=100)
+    assert supervisor.returncode == 3, told
+    [problem] = read_worker_error(tmp_path / "logs", stopped[0]).problems
+    assert problem.code == "RUN_HANG"
+    for rank in range(2):
+        assert (f"process {pids[rank]} of rank {rank} is stopped (SIGSTOP" in problem.message) == (rank in stopped)
+    assert problem.message.endswith("1 other of this machine runs") == (len(stopped) == 1)
+    assert all_gone(*pids)
+
+
+@pytest.mark.full
+def test_a_launcher_that_is_stopped_itself_ends_nothing(tmp_path, start):
+    supervisor = start("ready(); time.sleep(300)", trainer=f"TrainerRanks(hang_timeout_minutes={4 * STOPPED_MINUTES})")
+    pids = [pid_in(tmp_path / f"ready-{rank}") for rank in range(2)]
+    for pid in (*pids, supervisor.pid):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2 * 1.25 * 60 * 4 * STOPPED_MINUTES)
+    supervisor.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(0.5)
+    assert supervisor.poll() is None
+    assert all(map(is_alive, pids))
+
+
+def test_a_second_ctrl_c_ends_a_run_of_which_every_process_is_stopped(start):
+    """Also the one that would end the ranks if this supervisor were killed."""
+    supervisor = start("ready(); time.sleep(300)")
+    children = psutil.Process(supervisor.pid).children()
+    assert len(children) == 3
+    for child in children:
+        child.suspend()
+    supervisor.send_signal(signal.SIGINT)
+    while "once more to kill them" not in supervisor.stderr.readline():
+        assert supervisor.poll() is None
+    time.sleep(0.4)  # it has read the first: what comes now is another press
+    supervisor.send_signal(signal.SIGINT)
+    supervisor.communicate(timeout=20)
+    assert supervisor.returncode == 130
+    assert all_gone(*(child.pid for child in children))
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, start):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -101,6 +102,24 @@ def test_a_stopped_rank_is_named_and_nothing_runs_on(root, stopped, torchrun):
         assert f"toolkit train {root / name}.yaml --resume_from_checkpoint {root / name}/checkpoint-" in err
     else:
         assert "checkpoint-" in json.loads(out)["next_command"]
+
+
+@pytest.mark.full
+def test_ranks_that_are_stopped_before_they_join_are_named(root):
+    process = start(root, job_of(root, "early"), torchrun=False)
+    ranks: list[psutil.Process] = []
+    give_up = time.monotonic() + 100
+    while not ranks and time.monotonic() < give_up:
+        with suppress(ValueError):  # not started yet
+            ranks = [child_with(process.pid, RANK=rank) for rank in "01"]
+    for rank in ranks:
+        rank.suspend()
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 3, err
+    [problem] = json.loads(out)["failure"]["problems"]
+    assert problem["code"] == "RUN_HANG"
+    assert all(f"process {rank.pid} of rank {number}" in problem["message"] for number, rank in enumerate(ranks))
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
 
 
 def test_one_rank_tells_a_script_of_the_users_how_to_go_on(root, capsys):

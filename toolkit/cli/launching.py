@@ -95,10 +95,19 @@ def run_node_again(plan: Plan, node: Node, limits: Limits) -> int:
         node=node,
         when_asked="each rank finishes its step and saves",
         grace_seconds=0.0,
-        trainer=TrainerRanks(exit_codes=frozenset({OUT_OF_TIME_EXIT_CODE}), asked_seconds=limits.signal_seconds),
+        trainer=trainer_ranks(plan, limits),
     )
     print_failure(outcome)
     return outcome.exit_code
+
+
+def trainer_ranks(plan: Plan, limits: Limits) -> TrainerRanks:
+    """Return what the ranks of `toolkit train` do."""
+    return TrainerRanks(
+        exit_codes=frozenset({OUT_OF_TIME_EXIT_CODE}),
+        asked_seconds=limits.signal_seconds,
+        hang_timeout_minutes=plan.job.train.hang_timeout_minutes if plan.grid.world_size > 1 else 0.0,
+    )
 
 
 def become_rank(plan: Plan, argv: Sequence[str], identity: WorkerIdentity) -> NoReturn:

@@ -16,7 +16,7 @@ from toolkit.cli.summary import plan_fields
 from toolkit.cli.train_checks import check_dry_run, check_start, checked_plan, startable_plan
 from toolkit.cli.train_plan import fastest_plan
 from toolkit.cli.train_report import Call, complete_line, export_finished, finish_complete, is_finished, report
-from toolkit.errors import INTERRUPTED_EXIT_CODE, OUT_OF_TIME_EXIT_CODE
+from toolkit.errors import INTERRUPTED_EXIT_CODE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -276,9 +276,8 @@ def run_workers(
     """
     from toolkit.artifacts.files import emit
     from toolkit.checkpoint.discovery import remove_leftovers
-    from toolkit.cli.launching import log_folder, run_on_this_node
+    from toolkit.cli.launching import log_folder, run_on_this_node, trainer_ranks
     from toolkit.launch.environment import python_module
-    from toolkit.launch.supervisor import TrainerRanks
     from toolkit.trainer.progress import describe_devices
 
     others = "" if plan.grid.world_size == 1 else f"; the other ranks write to {log_folder(plan)}"
@@ -295,7 +294,7 @@ def run_workers(
         argv,
         when_asked="each rank finishes its step and saves",
         grace_seconds=0.0,
-        trainer=TrainerRanks(exit_codes=frozenset({OUT_OF_TIME_EXIT_CODE}), asked_seconds=limits.signal_seconds),
+        trainer=trainer_ranks(plan, limits),
     )
     if outcome.exit_code != 0:
         # No worker lives any more; a partial checkpoint may fill the disk.

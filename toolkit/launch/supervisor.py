@@ -32,8 +32,10 @@ from toolkit.launch.outcome import (
     error_file,
     log_file,
     rank_name,
+    write_worker_error,
 )
 from toolkit.launch.signals import ANNOUNCING, ASKING, SAME_PRESS_SECONDS, SAVING
+from toolkit.launch.stopped import StoppedRanks
 from toolkit.launch.terminal import restore_terminal
 from toolkit.launch.watchdog import Watchdog
 
@@ -51,10 +53,12 @@ class TrainerRanks:
     Args:
         exit_codes: Codes, besides 0, by which all of them end well.
         asked_seconds: Seconds that they have to end once they are asked; None for as many as they need.
+        hang_timeout_minutes: Time, and a quarter of it, for which a rank may be stopped before all are ended; 0 for any time.
     """
 
     exit_codes: frozenset[int] = frozenset()
     asked_seconds: float | None = None
+    hang_timeout_minutes: float = 0.0
 
 
 def supervise(
@@ -98,7 +102,8 @@ def supervise(
             run.start(
                 argv, rank=rank, env=env_for_rank(rank), log=None if rank == ranks[0] else log_file(log_dir, rank)
             )
-        run.wait(signals)
+        minutes = 0.0 if trainer is None else trainer.hang_timeout_minutes
+        run.wait(signals, StoppedRanks(minutes, name_of), log_dir)
         well = frozenset() if trainer is None else trainer.exit_codes
         return conclude(run.ended, log_dir=log_dir, interrupted=run.interrupted, name_of=name_of, well=well)
 
@@ -218,8 +223,8 @@ class _Run:
         self._running.append(_Worker(rank=rank, process=process, log=log))
         self._watchdog.watch(process.pid)
 
-    def wait(self, signals: int) -> None:
-        """Wait until every worker has ended."""
+    def wait(self, signals: int, stopped_ranks: StoppedRanks, log_dir: Path) -> None:
+        """Wait until every worker has ended, and end all once one of them has been stopped for too long."""
         while self._running:
             readable, _, _ = select.select([signals], [], [], _POLL_SECONDS)
             for number in os.read(signals, 64) if readable else b"":
@@ -230,6 +235,12 @@ class _Run:
                 self._reap(worker, was_stopped=was_stopped)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self.kill_all()
+            if self._stopping:
+                continue
+            hang = stopped_ranks.look({worker.rank: worker.process.pid for worker in self._running})
+            if hang is not None:
+                write_worker_error(log_dir, *hang)
+                self._stop()
 
     def kill_all(self) -> None:
         """Kill and reap every worker that still runs."""

@@ -15,6 +15,7 @@ import sys
 from types import TracebackType
 from typing import Self, final
 
+_LAST_SECONDS = 5.0  # to end in; it needs milliseconds
 # SIGINT, SIGTERM and SIGHUP are ignored because SLURM sends them to every process of a step.
 _PROGRAM = f"""
 import os, signal, sys
@@ -50,8 +51,15 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.communicate()
+            self._process.stdin.close()
+        self._process.send_signal(signal.SIGCONT)  # whatever has stopped the workers may have stopped it too
+        try:
+            self._process.wait(_LAST_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def watch(self, process_group: int) -> None:
         """Kill `process_group` when the supervisor dies."""

@@ -12,10 +12,11 @@ from types import FrameType
 
 import psutil
 
+from toolkit.launch.stopped import STOPPED
+
 _OWN = str(Path(__file__).parents[2])
 _STATES = {
-    psutil.STATUS_STOPPED: "is stopped (SIGSTOP or SIGTSTP; SIGCONT continues it)",
-    psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
+    **STOPPED,
     psutil.STATUS_DISK_SLEEP: "waits for a disk or a network file system, which does not answer",
     psutil.STATUS_ZOMBIE: "has ended",
     psutil.STATUS_DEAD: "has ended",
