@@ -99,3 +99,15 @@ def test_every_key_of_deepspeed_is_known():
         node[leaf] = 7
         _, entries = read(DEEPSPEED, keys, deepspeed=keys)
         assert "known here" not in entries[path].reason, path
+
+
+def test_arguments_of_an_example_script_are_trainers():
+    keys = {
+        "model_name_or_path": "gpt2",
+        "dataset_name": "wikitext",
+        "dataset_config_name": "a",
+        "do_train": True,
+        "block_size": 512,
+    }
+    assert table_of(keys).tool == "Trainer"
+    assert table_of({"model_name_or_path": "gpt2", "dataset_name": "a", "output_dir": "o"}).tool == "TRL"

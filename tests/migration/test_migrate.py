@@ -122,7 +122,7 @@ LOST = {
     "llama-factory-lora": {"template"},
     "llama-factory-full-zero3": {"template"},
     "llama-factory-pretrain-qlora": {"shift_attn"},
-    "swift-lora": set(),
+    "swift-lora": {"model_author"},
     "swift-full": {"agent_template"},
     "swift-qlora-pt": {"sequence_parallel_size"},
     "trl-sft": {"run_name"},

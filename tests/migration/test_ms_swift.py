@@ -64,3 +64,9 @@ def test_what_no_job_says(key, keys):
 def test_ids_of_modelscope_are_told():
     assert any("ModelScope" in note for note in read(MS_SWIFT, {"dataset": "a/b"})[0].notes)
     assert not any("ModelScope" in note for note in read(MS_SWIFT, {"dataset": "a/b", "use_hf": True})[0].notes)
+
+
+def test_a_name_that_self_cognition_has_a_place_for_is_not_carried():
+    keys = {"dataset": "swift/self-cognition#500", "model_name": "robot", "model_author": "swift"}
+    assert outcome(MS_SWIFT, "model_name", keys) == outcome(MS_SWIFT, "model_author", keys) == "not carried"
+    assert outcome(MS_SWIFT, "model_name", keys | {"dataset": "a.jsonl"}) != "not carried"

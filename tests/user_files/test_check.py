@@ -232,3 +232,88 @@ def test_foreign_bytes_end_in_findings(check, tmp_path):
     (tmp_path / "odd.json").write_bytes(b"\xff\xfe{")
     report = check_files(["odd.json", "absent.yaml", "."])
     assert [each.code for each in report.found] == ["FILE_UNREADABLE", "FILE_NOT_FOUND", "FILE_UNREADABLE"]
+
+
+def codes(report):
+    return [(each.level, each.code) for each in report.found]
+
+
+@pytest.mark.parametrize("option", ["--gradient_checkpointing", "--gradient-checkpointing", "--fsdp"])
+def test_a_switch_whose_metadata_allows_it_stands_bare(check, option):
+    assert check(command=f"torchrun --nproc-per-node 2 train.py --output_dir o {option} --bf16 true").found == ()
+
+
+def test_a_value_of_accelerates_section_is_named_by_accelerates_key(check):
+    section = {"zero_stage": 2, "offload_param_device": "cpu"}
+    found = the(check(acc__yaml=CLUSTER | {"deepspeed_config": section}), "DEEPSPEED_IGNORED")
+    assert (found.key, found.fix) == (
+        "deepspeed_config.offload_param_device",
+        "Set deepspeed_config.zero_stage to 3, or remove it",
+    )
+
+
+@pytest.mark.parametrize("words", ["--fsdp full_shard --deepspeed ds.json", "--deepspeed ds.json --fsdp"])
+def test_two_ways_to_shard(check, words):
+    engine = {"train_micro_batch_size_per_gpu": "auto", **ZERO_2, "bf16": {"enabled": "auto"}}
+    report = check(ds__json=engine, command=f"torchrun --nproc_per_node 2 train.py --bf16 {words}")
+    assert said(report, "error") == [("ARGUMENT_COMBINATION", "--fsdp")]
+    report = check(
+        ds__json=engine, args__json={"output_dir": "o", "bf16": True, "fsdp": "full_shard", "deepspeed": "ds.json"}
+    )
+    assert said(report, "error") == [("ARGUMENT_COMBINATION", "fsdp")]
+
+
+def test_a_hostfile_counts_for_launchers_that_read_it(check):
+    hosts = {"hostfile": "n0 slots=2\nn1 slots=2\n"}
+    run = "torchrun --nnodes 4 --nproc_per_node 8 train.py"
+    assert check(**hosts, command=run).found == ()
+    one = {"num_processes": 8, "deepspeed_config": {"deepspeed_hostfile": "hostfile", "zero_stage": 2}}
+    assert (
+        "hostfile has 2 hosts, all of which" in the(check(acc__yaml=CLUSTER | one, **hosts), "HOSTFILE_RANKS").message
+    )
+
+
+def test_blanks_around_a_variable_are_taken_off(check):
+    assert check(__deepspeed_env="HF_HOME = /data/hf\nA=b c\n").found == ()
+    assert codes(check(__deepspeed_env="export X=y\n")) == [("warning", "DEEPSPEED_ENV_LINE")]
+
+
+def test_auto_without_the_argument_names_both_sides(check):
+    engine = {"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}
+    report = check(ds__json=engine, args__yaml={"output_dir": "out", "deepspeed": "ds.json"})
+    assert "--bf16" in the(report, "SLOWER").fix
+    assert check(ds__json=engine, args__yaml={"output_dir": "out", "bf16": True, "deepspeed": "ds.json"}).found == ()
+
+
+def test_nothing_is_derived_from_an_argument_under_a_wrong_name(check):
+    values = {"output_dir": "out", "evaluation_strategy": "steps", "load_best_model_at_end": True, "save_steps": 500}
+    assert codes(check(args__yaml=values)) == [("error", "ARGUMENT_UNKNOWN")]
+    engine = {"train_micro_batch_size_per_gpu": 4, **ZERO_2}
+    values = {"output_dir": "out", "per_device_train_batchsize": 4, "bf16": True, "deepspeed": "ds.json"}
+    assert codes(check(ds__json=engine, args__yaml=values)) == [("error", "ARGUMENT_UNKNOWN")]
+
+
+@pytest.mark.parametrize(
+    ("command", "level", "code"),
+    [
+        ("accelerate launch train.py --num_processes 4", "warning", "LAUNCHER_OPTION"),
+        ("python train.py --output_dir o --lr_scheduler cosine", "error", "ARGUMENT_UNKNOWN"),
+        ("python train.py --learning_rate 1e-5 --data mine", "warning", "ARGUMENT_UNKNOWN"),
+        ("CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node=4 train.py", "error", "VISIBLE_GPUS"),
+        ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --num_processes=4 train.py", "error", "VISIBLE_GPUS"),
+    ],
+)
+def test_a_command_that_does_not_do_what_it_says(check, command, level, code):
+    assert codes(check(command=command)) == [(level, code)]
+    sound = {
+        "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node=2 train.py",
+        "accelerate launch --num_processes 4 train.py",
+    }
+    assert all(check(command=each).found == () for each in sound)
+
+
+def test_patterns_of_case_are_no_commands(check):
+    script = '#!/bin/bash\ncase "$1" in\n  torchrun)\n    (cd a)\n    torchrun --nproc_per_node 2 train.py\n    ;;\n  deepspeed)\n    ;;\nesac\n'
+    report = check(run__sh=script)
+    assert report.found == ()
+    assert [command.line for command in report.files[0].commands] == [5]

@@ -44,10 +44,10 @@ def test_rules_are_the_codes(tmp_path, code):
     "line",
     [
         "export HF_TOKEN=s3cret",
-        "MY_PASSWORD=s3cret b",
+        'MY_PASSWORD="s3cret b"',
         "HF_TOKEN s3cret",
-        "URL=http://ann:s3cret@host b",
-        "X=--token s3cret",
+        'URL="http://ann:s3cret@host b"',
+        'X="--token s3cret"',
     ],
 )
 def test_no_report_repeats_a_credential(tmp_path, line):

@@ -30,6 +30,8 @@ def is_foreign(source: str) -> bool:
             return False
         return read_file(source).kind != "job"
     except SpecError as error:
+        if path.suffix == ".json" and error.codes[0].startswith("DEEPSPEED_"):
+            return True  # a job may be JSON too, but most files of that name are DeepSpeed's
         # A file of another training tool is none of a job's; what else cannot be read is reported as a job's problem.
         return error.codes == ("FILE_KIND",) and "is a configuration of" in error.problems[0].message
     except (ToolkitError, OSError, ValueError):

@@ -22,6 +22,13 @@ TABLES: tuple[Table, ...] = (TRAINER, TRL, LLAMA_FACTORY, MS_SWIFT, AXOLOTL, ACC
 # Those whose files are the arguments of a training; of the others a run may have one beside.
 TRAINERS = (TRAINER, TRL, LLAMA_FACTORY, MS_SWIFT, AXOLOTL)
 
+# Arguments of transformers' example scripts, such as run_clm.py, that TRL's commands do not have.
+_OF_EXAMPLES = frozenset(
+    {
+        *("block_size", "dataset_config_name", "train_file", "validation_file", "validation_split_percentage"),
+        *("preprocessing_num_workers", "max_train_samples", "max_eval_samples", "keep_linebreaks", "overwrite_cache"),
+    }
+)
 _LEAST_KEYS = 2  # that a table must know of a file, or all of a file that has fewer
 
 
@@ -33,7 +40,9 @@ def table_of(keys: Mapping[str, Any]) -> Table | None:
     """
     scores = {table.tool: sum(_is_key(key, value, table) for key, value in keys.items()) for table in TABLES}
     best = max(TABLES, key=lambda table: scores[table.tool])
-    return best if scores[best.tool] >= max(1, min(_LEAST_KEYS, len(keys))) else None
+    if scores[best.tool] < max(1, min(_LEAST_KEYS, len(keys))):
+        return None
+    return TRAINER if best is TRL and _OF_EXAMPLES.intersection(keys) else best
 
 
 def _is_key(key: str, value: Any, table: Table) -> bool:

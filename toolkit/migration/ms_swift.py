@@ -178,6 +178,17 @@ def data(r: Reading) -> None:
         if r.given("shuffle_buffer_size"):
             r.carry("data.shuffle_buffer", int(number(r.value("shuffle_buffer_size"))), "shuffle_buffer_size")
     r.unneeded("the data are read whole", "streaming", "shuffle_buffer_size")
+    if any("self-cognition" in each.path for each in (*train, *held)):
+        reason = (
+            "ms-swift writes them into the answers of self-cognition, which has {{NAME}} and {{AUTHOR}} in their place"
+        )
+        r.refuse(
+            reason,
+            "model_name",
+            "model_author",
+            fix="Write them into a copy of that data set, and name it in data.train",
+        )
+    r.unneeded("only the data set self-cognition has a place for them", "model_name", "model_author")
     r.unneeded("no data set is named", "loss_scale", "columns", "val_dataset")
     r.unneeded("conversations are rendered by the chat template, texts are not", "use_chat_template")
 
@@ -297,7 +308,7 @@ _ROWS: tuple[Row, ...] = (
     carried("attn_impl", "train.attention", values=ATTENTION, fix="train.attention may be eager, sdpa or flash_attention_2; the job has sdpa"),
     carried("new_special_tokens", "model.added_special_tokens", convert=words),
     carried("router_aux_loss_coef", "train.router_aux_loss_coef", convert=number),
-    *not_needed("the model's own configuration says it", "model_type task_type model_name model_author"),
+    *not_needed("the model's own configuration says it", "model_type task_type"),
     *not_needed("the data are tokenised once, in parallel, and kept", "dataset_num_proc load_from_cache_file lazy_tokenize dataset_shuffle train_dataloader_shuffle val_dataset_shuffle download_mode strict"),
     *not_needed("models and data are those of the Hugging Face hub", "use_hf"),
     *not_needed("the folder is what the job says", "add_version create_checkpoint_symlink logging_dir check_model"),
@@ -354,7 +365,7 @@ MS_SWIFT = Table(
             run=packing,
         ),
         Subject(
-            keys=("dataset", "val_dataset", "split_dataset_ratio", "loss_scale", "columns", "streaming", "shuffle_buffer_size", "use_chat_template"),
+            keys=("dataset", "val_dataset", "split_dataset_ratio", "loss_scale", "columns", "streaming", "shuffle_buffer_size", "use_chat_template", "model_name", "model_author"),
             to=("data.train", "data.sources", "data.eval", "data.loss_on", "data.validation_fraction"),
             says="`id:subset#count`: path, name and max_rows. `loss_scale` default is `assistant`, `last_round` is `last_assistant`.",
             run=data,

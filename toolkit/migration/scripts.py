@@ -39,6 +39,7 @@ _SCRIPTS: Mapping[str, Table] = {
     "swift/cli/sft.py": MS_SWIFT,
     "swift.cli.sft": MS_SWIFT,
     "scripts/sft.py": TRL,
+    "run_clm.py": TRAINER,
 }
 _STARTERS = (
     "accelerate",

@@ -49,6 +49,7 @@ class Argument:
         owner: Class that declares it.
         package: Package of that class.
         file: Module of that class.
+        takes_none: Whether its metadata lets a command line name it without a value.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Argument:
     owner: str
     package: str
     file: str
+    takes_none: bool = False
 
     @property
     def type(self) -> str:
@@ -222,7 +224,16 @@ def _fields(node: ast.ClassDef, package: str, file: str) -> Iterator[Argument]:
             owner=node.name,
             package=package,
             file=file,
+            takes_none=_takes_none(item.value),
         )
+
+
+def _takes_none(value: ast.expr | None) -> bool:
+    """Return whether a field's metadata says `nargs="?"`, as that of gradient_checkpointing does."""
+    keywords = value.keywords if isinstance(value, ast.Call) else ()
+    metadata = next((word.value for word in keywords if word.arg == "metadata"), None)
+    pairs = zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else ()
+    return any(key is not None and ast.unparse(key) == "'nargs'" and ast.unparse(each) == "'?'" for key, each in pairs)
 
 
 def _is_internal(value: ast.expr | None) -> bool:

@@ -10,6 +10,7 @@ from toolkit.errors import SpecError
 from toolkit.user_files.check_accelerate import check_accelerate
 from toolkit.user_files.check_arguments import check_arguments, read_values
 from toolkit.user_files.check_deepspeed import batch_sizes, check_engine
+from toolkit.user_files.check_fsdp import check_fsdp
 from toolkit.user_files.check_launch import check_command, check_lines, check_sbatch
 from toolkit.user_files.check_together import check_together, num_machines, num_ranks
 from toolkit.user_files.engine_view import EngineView, view_of_file, view_of_section
@@ -66,6 +67,7 @@ def _precision_of(setup: Setup) -> str | None:
 def _alone(file: UserFile, setup: Setup) -> Iterator[Found]:
     if file.kind == "accelerate":
         yield from check_accelerate(file, setup)
+        yield from check_fsdp(file, setup)
     elif file.kind in ("hostfile", "deepspeed-env"):
         yield from check_lines(file)
     elif file.kind == "sbatch":

@@ -6,6 +6,7 @@ texts alone; `HfArgumentParser.parse_yaml_file` and `parse_json_file` convert no
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from collections.abc import Iterator, Mapping
@@ -95,7 +96,9 @@ def check_arguments(setup: Setup) -> Iterator[Found]:
         argument = setup.argument(name)
         if argument is None:
             argument = _abbreviated(name, setup) if said.is_text else None
-        if argument is None:
+        if argument is None and said.is_text and len(begun := _begun(name, setup)) > 1 and name not in _OF_PARSER:
+            yield _ambiguous(name, said, setup, begun)
+        elif argument is None:
             yield from _unknown(name, said, setup)
         elif said.is_known:
             value, found = _read(argument, said, is_trl=setup.is_trl)
@@ -118,18 +121,50 @@ def read_values(setup: Setup) -> dict[str, Any]:
             values[argument.name] = value
     if setup.is_trl and values.get("bf16") is None:  # trl trainer/base_config.py __post_init__
         values["bf16"] = not values.get("fp16")
-    return values
+    return values | dict.fromkeys(_misnamed(setup))
 
 
 def _abbreviated(name: str, setup: Setup) -> Argument | None:
     """Return the argument that argparse takes a beginning for, or the one that `no_` switches off."""
-    classes = argument_classes()
-    owners = (setup.owner, *TRL_COMMON) if setup.is_trl else (setup.owner,)
-    known = {key: field for owner in owners for key, field in classes[owner].items()}
+    known = _fields(setup)
     if name.startswith("no_") and name[3:] in known and known[name[3:]].default is True:
         return known[name[3:]]
-    begun = [field for key, field in known.items() if key.startswith(name)]
-    return begun[0] if len(begun) == 1 else None
+    begun = _begun(name, setup)
+    return known[begun[0]] if len(begun) == 1 else None
+
+
+def _fields(setup: Setup) -> dict[str, Argument]:
+    classes = argument_classes()
+    owners = (setup.owner, *TRL_COMMON) if setup.is_trl else (setup.owner,)
+    return {key: field for owner in owners for key, field in classes[owner].items()}
+
+
+def _begun(name: str, setup: Setup) -> list[str]:
+    return [key for key in _fields(setup) if key.startswith(name)]
+
+
+def _ambiguous(name: str, said: Said, setup: Setup, begun: list[str]) -> Found:
+    """Return the finding of a beginning of several arguments, at which argparse exits unless the script declares it."""
+    by_trl = setup.command is not None and setup.command[1].launcher == "trl"
+    is_sure = by_trl or ("_" in name and "output_dir" in setup.said)
+    message = f" is the beginning of {len(begun)} arguments: the parser exits{'' if is_sure else ' unless the script declares it itself'}"
+    fix = f"Write one of {', '.join(f'--{key}' for key in begun[:8])}{' …' if len(begun) > 8 else ''}"
+    return _found("error" if is_sure else "warning", said, message, fix, source=_PARSER, code="ARGUMENT_UNKNOWN")
+
+
+def _misnamed(setup: Setup) -> set[str]:
+    """Return the arguments that an earlier or a misspelt name stands for: their values are not known until it is corrected."""
+    meant: set[str] = set()
+    fields = _fields(setup)
+    for name in setup.said:
+        if name in fields:
+            continue
+        near = nearest(name, list(fields))
+        if RENAMED.get(name):
+            meant.add(RENAMED[name])
+        elif near and _is_slip(name, near[0]):
+            meant.add(near[0])
+    return meant - setup.said.keys()
 
 
 def _found(
@@ -241,8 +276,8 @@ def _converted_words(argument: Argument, words: tuple[str, ...]) -> tuple[Any, s
     if argument.type == "list":
         return list(words), "" if words else "needs at least one value"
     if not words:
-        takes_none = argument.type == "bool" and ("None" not in argument.annotation or argument.default is not None)
-        return (True, "") if takes_none else (_BAD, "needs a value")
+        is_switch = argument.type == "bool" and ("None" not in argument.annotation or argument.default is not None)
+        return (True, "") if is_switch or argument.takes_none else (_BAD, "needs a value")
     value, what = _converted(argument, words[0])
     # Words that are left belong to the script's own positional arguments, which argument classes do not have.
     return value, what or ("has more than one value" if len(words) > 1 else "")
@@ -329,25 +364,43 @@ def _form(argument: Argument) -> str:
 
 def _combinations(values: Mapping[str, Any], setup: Setup) -> Iterator[Found]:
     """Yield combinations of valid values that the class refuses (training_args.py _validate_args)."""
-    own = argument_classes()[setup.owner]
+    own, misnamed = argument_classes()[setup.owner], _misnamed(setup)
 
     def get(name: str) -> Any:
+        if name in misnamed:
+            raise _NotKnownError
         return values.get(name, own[name].default if name in own else None)
 
     def place(*names: str) -> Said | None:
         return next((setup.said[name] for name in names if name in setup.said), None)
 
-    for rule in (_precisions, _steps, _best_model, _evaluated, _ranges):
-        for names, level, message, fix in rule(get):
+    for rule in (_precisions, _steps, _best_model, _evaluated, _ranges, _two_shardings):
+        source = "transformers training_args.py TrainingArguments._validate_args"
+        if rule is _two_shardings:
+            source = "transformers trainer.py Trainer.__init__"
+        for names, level, message, fix in _as_far_as_known(rule(get)):
             said = place(*names)
             if said is not None:
-                source = "transformers training_args.py TrainingArguments._validate_args"
                 yield _found(
                     level, said, f"{_equals(said)}: {message}", fix, source=source, code="ARGUMENT_COMBINATION"
                 )
 
 
 _Rule = Iterator[tuple[tuple[str, ...], Level, str, str]]
+
+
+class _NotKnownError(Exception):
+    """A rule asks for an argument that is there under a wrong name."""
+
+
+def _as_far_as_known(rule: _Rule) -> _Rule:
+    with contextlib.suppress(_NotKnownError):
+        yield from rule
+
+
+def _two_shardings(get: Any) -> _Rule:
+    if get("fsdp") and get("deepspeed"):
+        yield ("fsdp",), "error", "fsdp and deepspeed are both on: Trainer refuses the two", "Leave one of them out"
 
 
 def _precisions(get: Any) -> _Rule:

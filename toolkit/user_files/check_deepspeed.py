@@ -110,9 +110,10 @@ def trainer_values(values: Mapping[str, Any], *, num_ranks: int | None) -> dict[
         "optimizer.params.eps": (values.get("adam_epsilon"), "adam_epsilon"),
         "optimizer.params.weight_decay": (values.get("weight_decay"), "weight_decay"),
         "scheduler.params.warmup_max_lr": (rate, "learning_rate"),
-        "fp16.enabled": (bool(values.get("fp16") or values.get("fp16_full_eval")), "fp16"),
-        "bf16.enabled": (bool(values.get("bf16") or values.get("bf16_full_eval")), "bf16"),
     }
+    for name in ("fp16", "bf16"):
+        if values.get(name, False) is not None:  # else it is there under a wrong name
+            found[f"{name}.enabled"] = (bool(values.get(name) or values.get(f"{name}_full_eval")), name)
     if num_ranks is not None and isinstance(micro, int) and isinstance(steps, int):
         found["train_batch_size"] = (num_ranks * micro * steps, "per_device_train_batch_size × accumulation × ranks")
     limit = values.get("max_steps")
@@ -201,6 +202,8 @@ def _of_finding(view: EngineView, finding: Finding) -> Iterator[Found]:
         )
     for job_key, key in _OF_A_FILE.items():
         fix = fix.replace(job_key, key)
+    if view.from_accelerate:
+        fix = fix.replace("zero_optimization.stage", view.key_of("zero_optimization.stage"))
     edits = tuple(_edits(view, finding))
     if finding.code == "DEEPSPEED_VALUE" and edits and edits[0].action == "set":
         fix = f"Write {json.dumps(edits[0].value)}"
@@ -326,7 +329,9 @@ def _slow(view: EngineView, keys: DeepSpeedConfig, *, dtype: str | None, open_pa
             and keys.torch_autocast is None,
             "bf16",
             " is not enabled, nor is fp16: the run computes in fp32, with half the speed and twice the memory or more",
-            "Write bf16: {enabled: true} on cards that have it",
+            "Write bf16: true in Trainer's arguments (--bf16) and bf16: {enabled: auto} here, on cards that have it"
+            if view.reader == "trainer"
+            else "Write bf16: {enabled: true} on cards that have it",
             "deepspeed runtime/config.py DeepSpeedConfig",
         ),
         (

@@ -25,7 +25,23 @@ _NUMBERS = {
     "torchrun": ("node_rank", "master_port", "max_restarts"),
     "deepspeed": ("num_nodes", "num_gpus", "master_port", "node_rank"),
 }
-_SBATCH = "sbatch"
+# Options that hardly any training script declares: behind the script they are misplaced.
+_OF_LAUNCHER = {
+    "accelerate": (
+        *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "multi_gpu"),
+        *("use_deepspeed", "use_fsdp", "gpu_ids"),
+    ),
+    "torchrun": (
+        "nproc_per_node",
+        "nnodes",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "rdzv_backend",
+        "rdzv_endpoint",
+    ),
+    "deepspeed": ("num_gpus", "num_nodes", "hostfile", "include", "exclude"),
+}
 
 
 def check_command(file: UserFile, command: Command) -> Iterator[Found]:
@@ -44,12 +60,24 @@ def check_command(file: UserFile, command: Command) -> Iterator[Found]:
             yield _found(
                 file, option, "error", message, "Write one", source=_SOURCES[command.launcher], code="LAUNCHER_OPTION"
             )
+    yield from _behind_the_script(file, command)
     if not command.script and not command.option("help"):
         yield _at_line(file, command, f"{_name(command)} has no script to start", "Name it after the options")
     if command.launcher == "accelerate":
         yield from _accelerate(file, command)
     if command.launcher == "deepspeed":
         yield from _deepspeed(file, command)
+
+
+def _behind_the_script(file: UserFile, command: Command) -> Iterator[Found]:
+    """Find options of the launcher that stand behind the script, which gets them in the launcher's place."""
+    for option in command.arguments:
+        if option.name in _OF_LAUNCHER[command.launcher]:
+            message = f" stands behind {command.script}, which gets it as an argument: {_name(command)} does not see it"
+            fix = f"Write it before {command.script}"
+            yield _found(
+                file, option, "warning", message, fix, source=_SOURCES[command.launcher], code="LAUNCHER_OPTION"
+            )
 
 
 def check_lines(file: UserFile) -> Iterator[Found]:
@@ -73,15 +101,15 @@ def check_lines(file: UserFile) -> Iterator[Found]:
     if file.kind != "deepspeed-env":
         return
     for name, value in file.keys.items():
-        if name != name.strip() or name.startswith("export "):
-            message = f"`{name}` is exported under this name, blanks included"
-            fix = f"Write {name.strip().removeprefix('export ').strip()}=…"
+        if name.startswith("export "):
+            message = f"`{name}` is the whole name to the launcher: shells that pdsh starts accept that, launchers over MPI do not"
+            fix = f"Write {name.removeprefix('export ').strip()}=…"
             yield _line(
-                file, name, "error", message, fix, "deepspeed launcher/multinode_runner.py", code="DEEPSPEED_ENV_LINE"
+                file, name, "warning", message, fix, "deepspeed launcher/multinode_runner.py", code="DEEPSPEED_ENV_LINE"
             )
-        elif re.search(r"\s", value.strip()) and value.strip()[:1] not in ("'", '"'):
-            message = f"{name}={value} has blanks without quotes, at which the remote shell divides it"
-            fix = f'Write {name}="{value.strip()}"'
+        elif re.search(r"\s", value) and '"' in value:
+            message = f"{name}={value} has blanks in quotes, and the launcher adds quotes of its own: the remote shell divides it"
+            fix = "Write the value without quotes"
             yield _line(
                 file, name, "warning", message, fix, "deepspeed launcher/multinode_runner.py", code="DEEPSPEED_ENV_LINE"
             )

@@ -43,8 +43,8 @@ def num_ranks(setup: Setup) -> Count | None:
     if setup.command is not None:
         file, command = setup.command
         if command.launcher == "python":
-            started_by_slurm = any(word.text == "srun" for word in command.prefix)
-            return None if started_by_slurm else Count(value=1, file=file.name, key="python", line=command.line)
+            is_started_often = any(word.text in ("srun", "mpirun", "mpiexec") for word in command.prefix)
+            return None if is_started_often else Count(value=1, file=file.name, key="python", line=command.line)
         if command.launcher == "torchrun":
             each, nodes = _option(setup, "nproc_per_node", "nproc"), _option(setup, "nnodes")
             if each is None or (nodes is None and command.option("nnodes") is not None):
@@ -67,7 +67,7 @@ def num_machines(setup: Setup) -> Count | None:
 
 def check_together(setup: Setup) -> Iterator[Found]:
     """Yield what files that are right by themselves get wrong together."""
-    for rule in (_references, _hosts, _slurm, _tasks, _precision, _two_engines):
+    for rule in (_references, _hosts, _slurm, _tasks, _visible, _precision, _two_engines):
         yield from rule(setup)
 
 
@@ -150,13 +150,20 @@ def _same(file: UserFile, path: Any) -> bool:
 def _hosts(setup: Setup) -> Iterator[Found]:
     """Compare a hostfile with the processes and machines of Accelerate's launcher, which passes it to DeepSpeed's."""
     hosts, processes, machines = setup.hostfile, num_ranks(setup), num_machines(setup)
-    if hosts is None or not hosts.keys or processes is None or processes.file == hosts.name:
+    if (
+        hosts is None
+        or not hosts.keys
+        or processes is None
+        or processes.file == hosts.name
+        or not _reads_hostfile(setup)
+    ):
         return
     count = Count(value=processes.value, file=processes.file, key=processes.key, line=processes.line)
     if machines is None or machines.value < 1:
         return
     if machines.value != len(hosts.keys):
-        message = f"{machines} and {hosts.name} has {len(hosts.keys)} hosts, all of which DeepSpeed's launcher uses"
+        several = f"{len(hosts.keys)} hosts, all of which" if len(hosts.keys) > 1 else "1 host, the only one that"
+        message = f"{machines} and {hosts.name} has {several} DeepSpeed's launcher uses"
         fix = f"Set it to {len(hosts.keys)}, or take hosts out of {hosts.name}"
         yield _found("error", machines, message, fix, _RUNNER, code="HOSTFILE_RANKS")
         return
@@ -164,13 +171,45 @@ def _hosts(setup: Setup) -> Iterator[Found]:
     small = {host: slots for host, slots in hosts.keys.items() if slots < each}
     if small:
         host, slots = next(iter(small.items()))
-        message = f"{processes} on {machines.value} hosts starts {each} processes on each, and {host} has slots={slots}"
+        message = f"{processes} on {machines.value} host{'' if machines.value == 1 else 's'} starts {each} processes on each, and {host} has slots={slots}"
         fix = f"Set {processes.key} to {machines.value * min(hosts.keys.values())}, or correct slots"
         yield _found("error", count, message, fix, _RUNNER, code="HOSTFILE_RANKS")
     elif any(slots > each for slots in hosts.keys.values()):
         total = sum(hosts.keys.values())
         message = f"{processes} leaves {total - each * len(hosts.keys)} of the {total} slots in {hosts.name} unused"
         yield _found("note", count, message, f"Set {processes.key} to {total}", _RUNNER, code="SLOWER")
+
+
+def _reads_hostfile(setup: Setup) -> bool:
+    """Return whether the launcher passes a hostfile on: torchrun, python and Accelerate's standard launcher do not."""
+    command = None if setup.command is None else setup.command[1]
+    if command is not None and command.launcher != "accelerate":
+        return command.launcher == "deepspeed"
+    if setup.accelerate is None:
+        return command is None or command.option("deepspeed_hostfile") is not None
+    return is_deepspeed(setup.accelerate) and _uses_pdsh(setup.accelerate)
+
+
+def _visible(setup: Setup) -> Iterator[Found]:
+    """Compare CUDA_VISIBLE_DEVICES of a command with the processes that it starts on a machine."""
+    if setup.command is None or setup.command[1].launcher not in ("torchrun", "accelerate"):
+        return
+    command = setup.command[1]
+    visible = command.environment.get("CUDA_VISIBLE_DEVICES")
+    started = _option(setup, "nproc_per_node", "nproc") if command.launcher == "torchrun" else num_ranks(setup)
+    if visible is None or not visible.is_known or not visible.text.strip() or started is None:
+        return
+    machines = num_machines(setup)
+    spread = 1 if command.launcher == "torchrun" or machines is None else machines.value
+    cards, each = len([part for part in visible.text.split(",") if part.strip()]), started.value // max(1, spread)
+    if each > cards:
+        message = (
+            f"{started} with CUDA_VISIBLE_DEVICES={visible.text}: {each} processes on a machine, which see "
+            f"{cards} GPU{'' if cards == 1 else 's'}"
+        )
+        fix = f"Set {started.key} to {cards * spread}, or name {each} GPUs"
+        source = "torch cuda/__init__.py set_device, which raises on the ranks beyond"
+        yield _found("error", started, message, fix, source, code="VISIBLE_GPUS")
 
 
 def _slurm(setup: Setup) -> Iterator[Found]:

@@ -110,10 +110,25 @@ def view_of_section(
         file=file,
         config=section_config(section, precision or file.keys.get("mixed_precision")),
         reader="trainer" if alone and setup.uses_trainer else "accelerate",
-        key_of=lambda path: f"deepspeed_config.{_OF_ACCELERATE[path]}" if path in _OF_ACCELERATE else "mixed_precision",
+        key_of=_accelerate_key,
         num_ranks=num_ranks if alone else None,
         from_accelerate=True,
     )
+
+
+def _accelerate_key(path: str) -> str:
+    """Return the key of Accelerate that a path of DeepSpeed's configuration, or the section around it, comes from.
+
+    >>> _accelerate_key("zero_optimization.offload_param"), _accelerate_key("bf16.enabled")
+    ('deepspeed_config.offload_param_device', 'mixed_precision')
+    """
+    if path.partition(".")[0] in ("fp16", "bf16"):
+        return "mixed_precision"
+    for part in (path, path.rpartition(".")[0]):
+        for known, key in _OF_ACCELERATE.items():
+            if part and (known == part or known.startswith(f"{part}.")):
+                return f"deepspeed_config.{key}"
+    return "deepspeed_config"
 
 
 def section_config(section: Mapping[str, Any], precision: Any) -> dict[str, Any]:

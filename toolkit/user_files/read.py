@@ -194,15 +194,18 @@ def _host_problem(name: str, line: int, key: str, message: str, fix: str) -> Pro
 
 
 def _variables(text: str, *, name: str, path: Path | None) -> UserFile:
-    """Read `.deepspeed_env` as deepspeed launcher/runner.py main does: every line is split at its first `=`."""
+    """Read `.deepspeed_env` as deepspeed launcher/runner.py main does: every line is split at its first `=`.
+
+    Blanks around the name and the value are taken off (launcher/multinode_runner.py add_export).
+    """
     values: dict[str, str] = {}
     lines: dict[tuple[str, ...], int] = {}
     problems: list[Problem] = []
     for number, row in enumerate(text.splitlines(), start=1):
         key, equals, value = row.partition("=")
         if equals:
-            values[key] = value
-            lines[(key,)] = number
+            values[key.strip()] = value.strip()
+            lines[(key.strip(),)] = number
             continue
         written = _without_credential(row.strip())
         what = "an empty line" if not written else "a comment" if written.startswith("#") else f"`{written}`"

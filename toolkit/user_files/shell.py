@@ -66,6 +66,7 @@ class _Reader:
     heredocs: list[str] = field(default_factory=list)
     is_joined: bool = False  # by an operator behind which a command must follow, on the next line too
     is_function: bool = False
+    brackets: int = 0
 
     def statements(self) -> Iterator[Statement]:
         words: list[Word] = []
@@ -80,6 +81,7 @@ class _Reader:
             elif char in "<>" or (char == "&" and self.text[self.at + 1 : self.at + 2] == ">"):
                 self._skip_redirection(words)
             elif char in _BREAKS:
+                words = self._without_label(char, words)
                 array = _ASSIGNMENT.match(words[-1].text) if char == "(" and words else None
                 yield from self._finished(words)
                 words = []
@@ -139,6 +141,16 @@ class _Reader:
             elif word not in _KEYWORDS:
                 return
             del left[:1]
+
+    def _without_label(self, char: str, words: list[Word]) -> list[Word]:
+        """Return the words of a command; none for those before a bracket that nothing opened: a pattern of `case`."""
+        if self.text[self.at : self.at + 2] not in ("((", "()"):  # which are passed as one
+            self.brackets += (char == "(") - (char == ")")
+        if self.brackets >= 0 or (words and words[0].text == "case"):
+            self.brackets = max(0, self.brackets)
+            return words
+        self.brackets = 0
+        return []
 
     def _finished(self, words: list[Word]) -> Iterator[Statement]:
         """Keep the assignments of a statement, and yield it if a command is left."""

@@ -37,7 +37,7 @@ def _sbatch(text: str) -> str:
         raise ValueError("must be an option of sbatch, without dashes before it, such as constraint=h100 or exclusive")
     name = text.partition("=")[0]
     if name in _OURS:
-        raise ValueError(f"--{name} is written from the plan or from an option of its own")
+        raise ValueError(f"must not be {name}, which `toolkit emit` writes from the plan or from an option of its own")
     return text
 
 
