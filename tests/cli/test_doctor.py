@@ -52,6 +52,17 @@ def test_a_job_that_cannot_be_planned_is_an_error_beside_the_others(tmp_path: Pa
     assert {"software", "host", "disks"} <= {finding["subject"] for finding in found["findings"]}
 
 
+def test_variables_that_are_left_over_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["doctor", "--output", str(tmp_path), "--distributed", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["groups"] is None
+    first = next(finding for finding in found["findings"] if finding["code"] == "LAUNCH_VARIABLES")
+    assert first["level"] == "error"
+    assert first["repair"].startswith("unset WORLD_SIZE")
+    assert {"software", "host", "disks"} <= {finding["subject"] for finding in found["findings"]}
+
+
 def test_a_change_needs_a_job(capsys) -> None:
     assert main(["doctor", "--set", "train.seed=1"]) == 2
     assert "name its file" in capsys.readouterr().err

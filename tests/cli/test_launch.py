@@ -144,11 +144,25 @@ def test_a_script_without_a_job_and_its_folder(folder):
     assert "output_dir=file: file exists and is not a folder. Set --output-dir to another folder" in done.stderr
 
 
+def test_a_command_line_of_horovodrun(folder):
+    (folder / "script.py").write_text("import horovod.torch as hvd\nhvd.init(); print('size', hvd.size())")
+    done = launch(folder, "-np", "1", "-H", "localhost:2", "--cpu", "--horovod", "python", "script.py")
+    assert done.returncode == 0, done.stderr
+    assert "localhost | size 1" in done.stdout
+    done = launch(folder, "-np", "1", "--cpu", "python3", "script.py")
+    assert done.returncode == 3
+    assert "No module named 'horovod'" in done.stderr
+    assert "`toolkit launch --horovod` runs it without" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "part"),
     [
         (("job.yaml",), 2, "SCRIPT"),
         (("script.py",), 2, "put a job file before it, or --num-proc N"),
+        ((), 2, "name a job file, or run a script without one by --num-proc N"),
+        (("-np", "2", "--min-np", "1", "script.py"), 2, "--min-np is not an option of launch"),
+        (("-np", "2", "python", "-u", "script.py"), 2, "-u is an option of python"),
         (("--num-proc", "2", "absent.py"), 2, "absent.py is not a file"),
         (("--num-proc", "2", "--set", "train.seed=1", "script.py"), 2, "--set changes a job"),
         (("--cpu", "job.yaml", "script.py"), 2, "use --set cluster.gpu=cpu"),

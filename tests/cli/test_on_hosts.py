@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from toolkit.cli.app import main
-from toolkit.cli.on_hosts import without_options
+from toolkit.cli.on_hosts import _filled, without_options
+from toolkit.launch.hosts import Host
 
 JOB = "model: quickstart-llama\ncluster: {gpu: cpu, gpus_per_node: 2}\ntrain: {output_dir: runs}\n"
 
@@ -19,6 +20,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_hosts_are_filled_in_their_order():
+    hosts = tuple(Host(name=name, slots=2) for name in "abc")
+    filled = [_filled(hosts, count) for count in (1, 2, 4, 6)]
+    assert filled == [(hosts[:1], 1), (hosts[:1], 2), (hosts[:2], 2), (hosts, 2)]
+    hosts = tuple(Host(name=name, slots=None) for name in "ab")
+    assert _filled(hosts, 4) == (hosts, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -29,6 +38,7 @@ def folder(tmp_path, monkeypatch):
         (("train", "job.yaml", "--hosts", "a", "--hostfile", "hostfile"), 2, ["--hosts"]),
         (("train", "job.yaml", "--hosts", "a", "--json"), 2, ["--json"]),
         (("launch", "--hosts", "a:2,b:2", "-np", "3", "script.py"), 3, ["num_proc=3 is not", "2 hosts with 2 each, 4"]),
+        (("launch", "--hosts", "a:2,b:2", "-np", "5", "script.py"), 3, ["num_proc=5 is not", "to one of 2, 4"]),
         (("launch", "--hosts", "a,b", "-np", "3", "script.py"), 3, ["num_proc=3 is not", "2 hosts with 1 each, 2"]),
         (("launch", "--hosts", "a:2", "job.yaml", "absent.py"), 2, ["absent.py is not a file"]),
         (("train", "job.yaml", "--hosts", "a:2,b:2", "--set", "parallel.tensor=3"), 2, ["tensor=3"]),

@@ -215,6 +215,11 @@ def test_no_data_is_a_warning(folder, capsys):
     assert any("no data section" in warning for warning in found["warnings"])
 
 
+def test_a_time_limit_of_a_hang_is_no_warning(folder, capsys):
+    assert validate("train.hang_timeout_minutes=5") == 0
+    assert not any("hang" in warning for warning in json.loads(capsys.readouterr().out)["warnings"])
+
+
 def test_what_other_consumers_cannot_carry_is_a_warning(folder, capsys):
     assert validate("train.gradient_checkpointing=0.5") == 0
     warnings = json.loads(capsys.readouterr().out)["warnings"]

@@ -45,7 +45,15 @@ def test_no_compiler_and_an_odd_list(tools: dict[str, str]) -> None:
     Path(tools["PATH"], "c++").unlink()
     said = found(tools | {"TORCH_CUDA_ARCH_LIST": "9.0a"})
     assert "TORCH_CUDA_ARCH_LIST=9.0: TORCH_CUDA_ARCH_LIST=9.0a is not a list" in said["BUILD_SETTING"]
+    assert "Nothing; after `unset TORCH_CUDA_ARCH_LIST`" in said["BUILD_SETTING"]
     assert "apt-get install -y g++" in said["BUILD_MISSING"]
+
+
+def test_no_ninja_is_no_reason_to_delete_path(tools: dict[str, str]) -> None:
+    Path(tools["PATH"], "ninja").unlink()
+    said = found(tools)["BUILD_SETTING"]
+    assert "ninja is not on PATH" in said
+    assert "unset" not in said
 
 
 def test_a_stale_lock(tools: dict[str, str]) -> None:

@@ -58,7 +58,15 @@ def test_every_command_has_the_options_that_are_shown():
         name, *words = shlex.split(line)[1:]
         command = root.commands[name]
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        assert {word for word in words if word.startswith("--")} <= known, line
+        # The options of a script follow it.
+        script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+        assert {word for word in words[:script] if word.startswith("--")} <= known, line
+
+
+def test_every_page_is_in_the_table_of_pages():
+    table = TEXT.split("## Documentation")[1].split("## ")[0]
+    pages = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert pages == set(re.findall(r"\]\((docs/[\w-]+\.md)\)", table))
 
 
 def test_every_command_is_in_the_table():

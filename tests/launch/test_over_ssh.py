@@ -351,3 +351,14 @@ def test_the_first_hosts_address():
     assert address_of_first([Host(name="localhost", slots=1)]) == "localhost"
     own = address_of_first([Host(name="localhost", slots=1), Host(name="127.0.0.9", slots=1)])
     assert own == "127.0.0.1"
+
+
+def test_what_ssh_says_is_shown(tmp_path, monkeypatch, capsys):
+    """It ends its lines by a carriage return and a line feed."""
+    (tmp_path / "ssh").write_text("#!/bin/sh\nprintf 'ssh: Could not resolve hostname nohost1\\r\\n' >&2; exit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ended = run_on_hosts([Host(name="nohost1", slots=1)], ["true"], environments=[{}], folder=tmp_path)
+    assert ended.problem is not None
+    assert ended.problem.code == "NODE_SSH"
+    assert "nohost1 | ssh: Could not resolve hostname nohost1" in capsys.readouterr().err

@@ -99,6 +99,7 @@ def test_a_stopped_rank_is_named_and_nothing_runs_on(root, stopped, torchrun):
     assert "RUN_HANG" in (err if torchrun else out)
     assert "not complete: all_" in (root / name / "logs" / f"hang-rank-{1 - stopped}.txt").read_text()
     if torchrun:
+        assert "Go on with torchrun as before, and this command:" in err
         assert f"toolkit train {root / name}.yaml --resume_from_checkpoint {root / name}/checkpoint-" in err
     else:
         assert "checkpoint-" in json.loads(out)["next_command"]

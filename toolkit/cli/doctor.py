@@ -12,7 +12,7 @@ import typer
 
 from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption, read_plan
 from toolkit.cli.output import print_json, say
-from toolkit.errors import ToolkitError
+from toolkit.errors import RunError, ToolkitError
 
 if TYPE_CHECKING:
     from toolkit.doctor.checkup import Checkup
@@ -58,16 +58,17 @@ def doctor(
     """Look at this machine in ten seconds: what keeps a job from running, what makes it slower, and the repair of each.
 
     Versions and whether they fit, compilers, the cards and who has taken their memory, links and measured speeds, RAM and limits, disks,
-    names and ports, and each environment variable that changes behaviour. With a job, whether this machine can run it. Works without a
+    names and ports, and each environment variable that changes behaviour or has a value that nothing can use. With a job, whether this machine can run it. Works without a
     GPU. Each probe ends in time: what hangs is a finding. Exits with 1 if a job could not run.
 
     Example: `toolkit doctor`, `toolkit doctor job.yaml --distributed`, `toolkit doctor --build`
 
     JSON keys: findings (code, level: error, warning, note or ok, subject, seen, why, repair, source), can_run, seconds, and with
-    --distributed groups, the object of `toolkit diagnose --json` or null.
+    --distributed groups, the object of `toolkit diagnose --json`, or null where variables of a launcher do not fit together.
     """
     from toolkit.doctor.checkup import Checkup, examine
     from toolkit.doctor.job import problem_findings
+    from toolkit.doctor.variables import launch_finding
     from toolkit.launch.identity import rank_from_environment
 
     plan: Plan | None = None
@@ -79,7 +80,12 @@ def doctor(
             refused = problem_findings(error, str(job))
     elif overrides:
         raise typer.BadParameter("it changes a job: name its file", param_hint="--set")
-    identity = rank_from_environment(os.environ)
+    identity, asked_groups = None, distributed
+    try:
+        identity = rank_from_environment(os.environ)
+    except RunError as error:
+        refused.append(launch_finding(error, os.environ))
+        distributed = False  # its ranks could not start
     if identity is not None and identity.local_rank:
         made = Checkup(findings=(), seconds=0.0)  # the node's first rank looks at it
     else:
@@ -102,7 +108,7 @@ def doctor(
                 _show_one(skew)
     if as_json and is_first:
         found = {"findings": [finding.as_dict() for finding in made.findings], "can_run": made.can_run}
-        print_json({**found, "seconds": round(made.seconds, 2), **({"groups": groups} if distributed else {})})
+        print_json({**found, "seconds": round(made.seconds, 2), **({"groups": groups} if asked_groups else {})})
     raise typer.Exit(code or (0 if made.can_run else 1))
 
 

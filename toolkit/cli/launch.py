@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,10 +11,21 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.cli.on_hosts import HostfileOption, HostsOption, launch_on_hosts_without_job, read_hosts, run_and_exit
-from toolkit.cli.options import JobArgument, JsonOption, SetOption, note_job, note_json, read_plan
+from toolkit.cli.options import JsonOption, SetOption, note_job, note_json, read_plan
 from toolkit.cli.output import print_json, say
 from toolkit.launch.environment import python_module
 
+_LaunchedJob = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[JOB]",
+        help="Job file, or a plan.json that `toolkit emit` wrote; left out with --num-proc.",
+        show_default=False,
+        callback=note_job,
+    ),
+]
+_PYTHONS = ("python", "python3")
+_IMPORTS_HOROVOD = re.compile(r"^\s*(?:import|from)\s+horovod\b", re.MULTILINE)
 HOROVOD_MODULE = "toolkit.compat.horovod"
 _DEFAULT_OUTPUT = Path("runs")
 
@@ -25,9 +38,12 @@ def register(app: typer.Typer) -> None:
 
 def launch(
     context: typer.Context,
-    job: JobArgument,
+    job: _LaunchedJob = None,
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="Python script and its own arguments.")
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT [ARGS]...", help="Python script and its own arguments; `python` may stand before it."
+        ),
     ] = None,
     overrides: SetOption = None,
     num_proc: Annotated[
@@ -72,22 +88,27 @@ def launch(
     from toolkit.cli.launching import print_failure
 
     words = list(command or ())
+    _refuse_unknown_option(job)
     if num_proc is not None:
+        words = [] if job is None else _without_python([str(job), *words])
         _refuse_job_options(overrides)
         note_job(context, None)
         as_json = note_json(context, as_json)
         if hosts is not None or hostfile is not None:
-            script = _script([str(job), *words])
+            script = _script(words)
             flags = [*(["--cpu"] if on_cpu else []), *(["--horovod"] if horovod else [])]
             flags += [] if output_dir is None else ["--output-dir", str(output_dir)]
-            run = [*flags, str(script), *words]
+            run = [*flags, str(script), *words[1:]]
             launch_on_hosts_without_job(num_proc, run, hosts, hostfile, as_json=as_json)
         outcome, shown = _launch_without_job(
-            [str(job), *words], num_proc=num_proc, on_cpu=on_cpu, output_dir=output_dir, horovod=horovod
+            words, num_proc=num_proc, on_cpu=on_cpu, output_dir=output_dir, horovod=horovod
         )
     else:
+        if job is None:
+            raise typer.BadParameter("name a job file, or run a script without one by --num-proc N", param_hint="JOB")
         _refuse_options_without_job(job, on_cpu=on_cpu, output_dir=output_dir)
         more, words = _own_options(words)
+        words = _without_python(words)
         as_json = note_json(context, as_json or "--json" in more)
         sets = [*(overrides or ()), *(option.removeprefix("--set=") for option in more if option.startswith("--set="))]
         horovod = horovod or "--horovod" in more
@@ -101,6 +122,8 @@ def launch(
             run_and_exit(found, plan, ["launch", *options, *sizes, str(job), str(script), *words[1:]], trainer=False)
         outcome, shown = _launch_job(job, words, overrides=sets, horovod=horovod)
     print_failure(outcome)
+    if outcome.failure is not None and not horovod and _lacks_horovod(Path(words[0])):
+        say(f"{words[0]} imports horovod, which is not installed: `toolkit launch --horovod` runs it without")
     if as_json:
         print_json(shown)
     raise typer.Exit(outcome.exit_code)
@@ -176,6 +199,30 @@ def _own_options(command: list[str]) -> tuple[list[str], list[str]]:
         else:
             raise typer.BadParameter(f"{option} is not an option of launch", param_hint="SCRIPT")
     return own, rest
+
+
+def _refuse_unknown_option(job: Path | None) -> None:
+    """Refuse an option that stands before JOB or SCRIPT and that the parser, which leaves those of a script alone, took for it."""
+    if job is not None and str(job).startswith("-"):
+        what = f"{job} is not an option of launch; `toolkit launch --help` lists those, and your script's stand after SCRIPT"
+        raise typer.BadParameter(what, param_hint="SCRIPT")
+
+
+def _without_python(command: list[str]) -> list[str]:
+    """Return a command without the `python` before its script, as horovodrun's have it: each rank runs by the Python of this command."""
+    if not command or command[0] not in _PYTHONS or Path(command[0]).is_file():
+        return command
+    if len(command) > 1 and command[1].startswith("-"):
+        what = f"{command[1]} is an option of {command[0]}, of which none are passed on: name the script after {command[0]}"
+        raise typer.BadParameter(what, param_hint="SCRIPT")
+    return command[1:]
+
+
+def _lacks_horovod(script: Path) -> bool:
+    """Return whether a script imports Horovod where it is not installed."""
+    if importlib.util.find_spec("horovod") is not None:
+        return False
+    return _IMPORTS_HOROVOD.search(script.read_text(encoding="utf-8", errors="replace")) is not None
 
 
 def _script(command: list[str]) -> Path:

@@ -91,19 +91,32 @@ def launch_on_hosts_without_job(
 
     Raises:
         typer.BadParameter: As `read_hosts`.
-        RunError: HOSTS, also if the hosts' processes are not `num_proc`.
+        RunError: HOSTS, also if the hosts have too few processes, or those of the run cannot be as many on each.
     """
-    found = _equal_hosts(hosts, hostfile, as_json=as_json)
-    slots = found[0].slots or num_proc // len(found)
-    if slots * len(found) != num_proc:
-        raise RunError.of(
-            code="HOSTS",
-            key="--num-proc",
-            message=f"num_proc={num_proc} is not the number of processes of {len(found)} hosts with {slots} each, "
-            f"{slots * len(found)}",
-            fix=f"Set --num-proc to {slots * len(found)}, or change the numbers of the hosts",
-        )
+    found, slots = _filled(_equal_hosts(hosts, hostfile, as_json=as_json), num_proc)
     run_on_each(found, ["launch", "--num-proc", str(slots), *words], per_node=slots, port=None, trainer=False)
+
+
+def _filled(hosts: tuple[Host, ...], num_proc: int) -> tuple[tuple[Host, ...], int]:
+    """Return the hosts that a run needs and the processes of each: they are filled in their order, as by horovodrun.
+
+    Raises:
+        RunError: HOSTS, if there are too few processes, or each host would not have as many.
+    """
+    slots = hosts[0].slots or max(num_proc // len(hosts), 1)
+    if num_proc < slots:
+        return hosts[:1], num_proc
+    if num_proc % slots == 0 and num_proc <= slots * len(hosts):
+        return hosts[: num_proc // slots], slots
+    sizes = [slots * count for count in range(1, len(hosts) + 1)]
+    valid = f"one of {', '.join(map(str, sizes))}" if len(sizes) <= 8 else f"a multiple of {slots}, at most {sizes[-1]}"
+    raise RunError.of(
+        code="HOSTS",
+        key="--num-proc",
+        message=f"num_proc={num_proc} is not the number of processes of {len(hosts)} hosts with {slots} each, {sizes[-1]}, "
+        "nor of the first of them: each host of a run has as many",
+        fix=f"Set --num-proc to {valid}, or change the numbers of the hosts",
+    )
 
 
 def _sizes(hosts: tuple[Host, ...], plan: Plan) -> list[str]:

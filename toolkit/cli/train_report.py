@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.cli.output import print_fields, print_json, print_problems, say
 from toolkit.errors import ToolkitError
+from toolkit.launch.identity import LAUNCHER_NAMES, rank_from_environment
 
 if TYPE_CHECKING:
     from toolkit.checkpoint.resume import ResumePoint
@@ -210,9 +212,19 @@ def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | 
     if weights_alone and not finished:
         say(f"{last} has weights alone, from which no run resumes. Export it with:\n  {command}")
     elif command is not None:
-        what = f"{'Saved' if outcome.exit_code == 0 else 'The last complete checkpoint is'} {last}. Go on with:"
+        what = f"{'Saved' if outcome.exit_code == 0 else 'The last complete checkpoint is'} {last}. Go on with"
         none = "No other checkpoint is whole" if damaged else "Nothing was saved yet"
-        say(f"{what if last else f'{none}. Start again with:'}\n  {command}")
+        say(f"{what if last else f'{none}. Start again with'}{_launcher_before()}:\n  {command}")
+
+
+def _launcher_before() -> str:
+    """Return what is said before a command that another launcher than `toolkit train` has started as a rank."""
+    identity = rank_from_environment(os.environ)
+    if identity is None:
+        return ""
+    known = identity.launcher not in (None, "toolkit", "variables")
+    name = LAUNCHER_NAMES[identity.launcher or "variables"] if known else "the same launcher"
+    return f" {name} as before, and this command"
 
 
 def _places(checkpoint: Path | None, exported: Exported | None, *, command: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from toolkit.doctor.findings import Finding, found
+from toolkit.doctor.findings import Finding, found, without_variable
 from toolkit.launch.build_locks import stale_locks_of
 from toolkit.launch.build_tools import missing_tools, settings_of
 from toolkit.launch.extensions import Extension, Machine
@@ -46,7 +46,7 @@ def build_findings(
     """
     for name, setting in settings_of(extensions, machine, capability=capability).items():
         seen = f"{name}={setting.value}: {setting.reason}" if setting.value else f"{name} is left out: {setting.reason}"
-        yield found("BUILD_SETTING", seen, unset=f"unset {name}")
+        yield found("BUILD_SETTING", seen, repair=_repair_of_setting(name, machine))
     for lock in stale_locks_of(extensions, machine):
         yield found("BUILD_STALE_LOCK", f"{lock} has no owner", path=lock)
     for extension in extensions:
@@ -62,6 +62,15 @@ def build_findings(
             code = "BUILD_REPLACED" if extension.name == "fused_adam" else "BUILD_MISSING"
             seen = f"{extension.title}, which {extension.wanted} loads: {'; '.join(missing)}"
             yield found(code, seen, repair=repair_of(missing, machine))
+
+
+def _repair_of_setting(name: str, machine: Machine) -> str:
+    """Return that nothing need be repaired, and what of the user's own leads to the setting."""
+    if name == "PATH":
+        return "Nothing; with the folder of this Python's programs on PATH, as in an activated environment, nothing is changed"
+    if machine.environment.get(name):
+        return f"Nothing; after `{without_variable(name)}` the usual value holds"
+    return "Nothing"
 
 
 def repair_of(missing: Sequence[str], machine: Machine) -> str:

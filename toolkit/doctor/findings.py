@@ -8,6 +8,9 @@ from typing import Any
 from toolkit.doctor.kinds import KINDS, Level
 from toolkit.errors import one_line
 
+# Lists of folders that programs need: one is shortened, and not deleted.
+_FOLDER_LISTS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -59,3 +62,8 @@ def found(
         repair=one_line(kind.repair.format(**details)),
         source=source,
     )
+
+
+def without_variable(name: str) -> str:
+    """Return the repair by which a variable that is set has no effect."""
+    return f"Take the folders out of {name} that runs do not need" if name in _FOLDER_LISTS else f"unset {name}"

@@ -57,7 +57,7 @@ _ROWS: dict[str, tuple[tuple[str, Level, str, str], ...]] = {
         ("BUILD_READY", "ok", "DeepSpeed's extension is compiled, or will be in the first run", ""),
         ("BUILD_REPLACED", "warning", "DeepSpeed's FusedAdam cannot be compiled: torch's fused AdamW steps instead, with the same update and memory", "{repair}"),
         ("BUILD_MISSING", "note", "Only jobs that offload need it; they end before their weights load, or step by torch's AdamW", "{repair}"),
-        ("BUILD_SETTING", "note", "Runs change this variable while they compile, and say so", "Nothing; `{unset}` to have it as it is"),
+        ("BUILD_SETTING", "note", "Runs change this variable while they compile, and say so", "{repair}"),
         ("BUILD_STALE_LOCK", "note", "A killed compilation left it; runs delete it before they load the extension", "rm {path}"),
         ("BUILD_DONE", "ok", "It was compiled and loaded now, so that the first run does not wait for it", ""),
         ("BUILD_BROKEN", "warning", "The tools are there, and the compilation failed: AdamW is replaced by torch's, other extensions end a run before its weights load", "{repair}"),
@@ -123,7 +123,9 @@ _ROWS: dict[str, tuple[tuple[str, Level, str, str], ...]] = {
     ),
     "environment": (
         ("ENVIRONMENT", "ok", "No variable that is set changes how libraries behave", ""),
-        ("VARIABLE", "note", "The variable changes what a library does", "unset {name}"),
+        ("VARIABLE", "note", "The variable changes what a library does", "{repair}"),
+        ("VARIABLE_MALFORMED", "warning", "No library can use the value", "{repair}"),
+        ("LAUNCH_VARIABLES", "error", "Commands take this process for a rank of a launcher, and end with LAUNCH_ENV", "{repair}"),
     ),
     "job": (
         ("JOB_RUNS", "ok", "Nothing found here keeps this machine from running the job", ""),

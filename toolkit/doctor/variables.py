@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from toolkit.credentials import masked
-from toolkit.doctor.findings import Finding, found
+from toolkit.doctor.findings import Finding, found, without_variable
 from toolkit.doctor.kinds import Level
+from toolkit.doctor.malformed import fault_of
+from toolkit.errors import RunError
 from toolkit.launch.identity import detect_launcher
 
 _NCCL = "NCCL user guide, environment variables"
@@ -72,8 +74,8 @@ _TABLE: dict[str, tuple[tuple[str, Level, str], ...]] = {
         ("NCCL_TOPO_FILE", "note", "NCCL takes the machine's topology from this file, right or wrong"),
     ),
     _GROUPS: (
-        ("NCCL_BLOCKING_WAIT=1", "warning", "the old name of TORCH_NCCL_BLOCKING_WAIT: each wait blocks the host, so that kernels no longer start ahead"),
-        ("TORCH_NCCL_BLOCKING_WAIT=1", "warning", "each wait blocks the host, so that kernels no longer start ahead"),
+        ("NCCL_BLOCKING_WAIT=1|Y|YES|T|TRUE", "warning", "the old name of TORCH_NCCL_BLOCKING_WAIT: each wait blocks the host, so that kernels no longer start ahead"),
+        ("TORCH_NCCL_BLOCKING_WAIT=1|Y|YES|T|TRUE", "warning", "each wait blocks the host, so that kernels no longer start ahead"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING=0", "warning", "a collective that fails or hangs ends no process: the run hangs"),
         ("NCCL_ASYNC_ERROR_HANDLING", "note", "the old name of TORCH_NCCL_ASYNC_ERROR_HANDLING"),
         ("TORCH_NCCL_AVOID_RECORD_STREAMS", "note", "changes when memory of collectives is reused; torch's default has been this since 2.7"),
@@ -136,11 +138,11 @@ _TABLE: dict[str, tuple[tuple[str, Level, str], ...]] = {
         ("HF_ENDPOINT", "note", "models and data sets come from this server"),
         ("HF_TOKEN", "ok", "what is fetched counts as this user's"),
         ("HUGGING_FACE_HUB_TOKEN", "note", "the old name of HF_TOKEN"),
-        ("HF_HUB_ENABLE_HF_TRANSFER=1", "note", "is no longer read: the hub's client fetches through hf_xet"),
-        ("HF_HUB_DISABLE_XET=1", "note", "files are fetched over one plain connection each, more slowly"),
-        ("HF_XET_HIGH_PERFORMANCE=1", "ok", "files are fetched by as many connections as the network takes"),
+        ("HF_HUB_ENABLE_HF_TRANSFER=1|ON|YES|TRUE", "note", "is no longer read: the hub's client fetches through hf_xet"),
+        ("HF_HUB_DISABLE_XET=1|ON|YES|TRUE", "note", "files are fetched over one plain connection each, more slowly"),
+        ("HF_XET_HIGH_PERFORMANCE=1|ON|YES|TRUE", "ok", "files are fetched by as many connections as the network takes"),
         ("HF_HUB_DOWNLOAD_TIMEOUT", "note", "sets when a download counts as dead"),
-        ("HF_HUB_DISABLE_SYMLINKS=1", "note", "each revision in the cache has copies of its files"),
+        ("HF_HUB_DISABLE_SYMLINKS=1|ON|YES|TRUE", "note", "each revision in the cache has copies of its files"),
         ("HF_TRUST_REMOTE_CODE", "warning", "code that a repository of the hub has may run without being asked for"),
         ("TRANSFORMERS_VERBOSITY", "note", "transformers prints more, or less"),
         ("TOKENIZERS_PARALLELISM=true|1", "note", "forks of data loaders warn, and may wait for ever for threads of the tokenizer; the toolkit's ranks set it to false"),
@@ -172,8 +174,8 @@ _TABLE: dict[str, tuple[tuple[str, Level, str], ...]] = {
         ("RANK", "warning", "commands take this process for one rank of a launcher; left over from another session it makes them wait for the others"),
         ("WORLD_SIZE", "warning", "commands take this process for one rank of so many"),
         ("LOCAL_RANK", "warning", "commands take this process for one rank of a launcher"),
-        ("MASTER_ADDR", "note", "ranks meet at this address"),
-        ("MASTER_PORT", "note", "ranks meet at this port"),
+        ("MASTER_ADDR", "note", "ranks that a launcher starts meet at this address; those of `toolkit train` on one machine meet at 127.0.0.1"),
+        ("MASTER_PORT", "note", "ranks that a launcher starts meet at this port; those of `toolkit train` on one machine take a free one"),
         ("GLOO_SOCKET_IFNAME", "note", "gloo meets over this interface alone"),
         ("TP_SOCKET_IFNAME", "note", "TensorPipe meets over this interface alone"),
     ),
@@ -186,6 +188,7 @@ _TABLE: dict[str, tuple[tuple[str, Level, str], ...]] = {
         ("KMP_AFFINITY", "warning", "threads stay on cores: those of all ranks on the same, unless each rank is bound to its own"),
         ("GOMP_CPU_AFFINITY", "warning", "threads stay on cores: those of all ranks on the same, unless each rank is bound to its own"),
     ),
+    "environ(7)": (("TMPDIR", "ok", "temporary files are in this folder"),),
     "ld.so(8); python(1)": (
         ("LD_PRELOAD", "warning", "this library comes before all others, in every process: what it replaces behaves otherwise"),
         ("LD_LIBRARY_PATH", "note", "libraries are looked for here before torch's own: an older NCCL, cuDNN or cuBLAS here replaces them"),
@@ -209,6 +212,7 @@ UNREAD = frozenset(
 )  # fmt: skip
 _PREFIXES = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "HF_", "TRANSFORMERS_", "DS_", "DEEPSPEED_", "ACCELERATE_", "OMP_", "GLOO_", "TORCHELASTIC_")  # fmt: skip
 _OF_LAUNCHERS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"})
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LONGEST_VALUE = 80
 
 
@@ -227,21 +231,42 @@ def variable_findings(environment: Mapping[str, str] | None = None) -> Iterator[
         if launched and (name in _OF_LAUNCHERS or name.startswith(("ACCELERATE_", "TORCHELASTIC_"))):
             continue
         known = _known(name, env[name])
-        if known is None or known.level == "ok" or not env[name]:
+        fault = fault_of(name, env)
+        if not env[name] or (fault is None and (known is None or known.level == "ok")):
             continue
         count += 1
         value = masked(env[name], name=name)
         shown = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}…"
-        yield found("VARIABLE", f"{name}={shown}", level=known.level, why=known.effect, source=known.source, name=name)
+        if fault is not None:
+            yield found("VARIABLE_MALFORMED", f"{name}={shown} {fault.what}", why=fault.effect, repair=fault.repair)
+            continue
+        assert known is not None
+        repair = without_variable(name)
+        yield found(
+            "VARIABLE", f"{name}={shown}", level=known.level, why=known.effect, source=known.source, repair=repair
+        )
     if not count:
         yield found("ENVIRONMENT", "no variable that is set changes how libraries behave")
+
+
+def launch_finding(error: RunError, environment: Mapping[str, str]) -> Finding:
+    """Return the finding of variables by which this process counts as a rank of a launcher, and that do not fit together.
+
+    Args:
+        error: What `rank_from_environment` raises for them.
+        environment: Those variables.
+    """
+    seen = "; ".join(problem.message for problem in error.problems)
+    names = [name for name in _OF_A_RANK if name in environment]
+    by_hand = f"unset {' '.join(names)}, where no launcher has started this shell"
+    return found("LAUNCH_VARIABLES", seen, repair=by_hand if names else error.problems[0].fix)
 
 
 def _known(name: str, value: str) -> Variable | None:
     """Return what the table says of a variable with a value; for one of a library's that it lacks, that."""
     rows = [row for row in VARIABLES if row.name == name]
     for row in rows:
-        if value in row.only:
+        if value.upper() in {each.upper() for each in row.only}:  # libraries read true, True and TRUE alike
             return row
     for row in rows:
         if not row.only:

@@ -164,6 +164,11 @@ def _needed(plan: Plan) -> Iterator[Package]:
         yield LIGER_KERNELS
 
 
+def quiet_bitsandbytes() -> None:
+    """Hide what an installed bitsandbytes logs at its import on a machine without cards: a kernel for inference that `kernels` lacks."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
 def quiet_torchao() -> None:
     """Hide what an installed torchao logs when transformers imports it.
 

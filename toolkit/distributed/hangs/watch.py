@@ -321,6 +321,6 @@ def _error(verdict: Verdict, *, seconds: float, folder: Path) -> RunError:
         code="RUN_HANG",
         key="train.hang_timeout_minutes",
         message=f"hang_timeout_minutes={seconds / 60:g}, and no rank has made progress for so long: {verdict.message}",
-        fix=f"The Python stacks of all ranks that answered are in {folder}/hang-rank-*.txt. Resume from the last checkpoint; if a "
-        "step may take longer, raise train.hang_timeout_minutes, and 0 ends no run",
+        fix=f"The Python stacks of all ranks that answered are in {folder}/hang-rank-*.txt. If a step may "
+        "take longer, raise train.hang_timeout_minutes; 0 ends no run",
     )
