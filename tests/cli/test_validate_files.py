@@ -89,3 +89,50 @@ def test_the_hook_of_pre_commit_checks_what_it_names():
     )
     assert all(re.search(hook["files"], name) for name in names)
     assert not any(re.search(hook["files"], name) for name in ("package.json", "mkdocs.yml", "train.py"))
+
+
+@pytest.mark.parametrize("target", ["bad.json", "./link.json", "notes.txt"])
+def test_a_sarif_log_replaces_no_input_and_no_other_file(folder, capsys, target):
+    (folder / "link.json").symlink_to("bad.json")
+    (folder / "notes.txt").write_text("mine")
+    before = {path.name: path.read_text() for path in folder.iterdir()}
+    assert main(["validate", "bad.json", "--fix", "--sarif", target]) == 2
+    shown = capsys.readouterr()
+    assert "train_batch_size='8'" in shown.err
+    assert shown.err.splitlines()[-1].endswith("[EMIT_WOULD_OVERWRITE]")
+    assert {path.name: path.read_text() for path in folder.iterdir()} == before
+
+
+def test_a_sarif_log_replaces_an_older_one(folder):
+    assert [main(["validate", name, "--sarif", "log.sarif"]) for name in ("bad.json", "ds.json")] == [2, 0]
+    assert json.loads(Path("log.sarif").read_text())["runs"][0]["results"] == []
+
+
+@pytest.mark.parametrize("target", ["none/log.sarif", "folder", "bad.json/log.sarif"])
+def test_what_cannot_be_written_is_named_behind_the_findings(folder, capsys, target):
+    (folder / "folder").mkdir()
+    assert main(["validate", "bad.json", "--fix", "--sarif", target]) != 0
+    shown = capsys.readouterr()
+    assert "train_batch_size='8'" in shown.err
+    assert re.search(rf"error: {target} cannot be written: .*\[OUTPUT_WRITE\]$", shown.err.strip())
+    assert not (folder / "bad.fixed.json").exists()
+    assert main(["validate", "bad.json", "--fix", "--sarif", target, "--json"]) != 0
+    result = json.loads(capsys.readouterr().out)
+    assert [each["code"] for each in result["findings"]] == ["DEEPSPEED_VALUE"]
+    assert ([each["code"] for each in result["problems"]], result["fixed"]) == (["OUTPUT_WRITE"], {})
+
+
+def test_a_corrected_copy_that_cannot_be_written_is_named(folder, capsys):
+    name = f"{'a' * 248}.json"  # the copy's name is longer than a file system allows
+    (folder / name).write_text((folder / "bad.json").read_text())
+    assert main(["validate", name, "--fix"]) != 0
+    shown = capsys.readouterr()
+    assert "train_batch_size='8'" in shown.err
+    assert f"{'a' * 248}.fixed.json cannot be written" in shown.err
+
+
+def test_links_that_name_each_other(folder, capsys):
+    (folder / "one").symlink_to("two")
+    (folder / "two").symlink_to("one")
+    assert main(["validate", "one"]) == 2
+    assert capsys.readouterr().err.strip().endswith("[FILE_UNREADABLE]")

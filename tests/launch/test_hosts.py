@@ -91,6 +91,12 @@ def test_everything_wrong_with_hosts_is_told_at_once():
     )
 
 
+@pytest.mark.parametrize("slots", ["\u0663", "9" * 5000, "0", "1025"])
+def test_slots_are_a_number_of_plain_digits(slots):
+    with pytest.raises(RunError, match="is not a number of processes"):
+        parse_hosts(f"a:{slots}")
+
+
 def test_hostfiles_of_four_launchers(tmp_path):
     file = tmp_path / "hostfile"
     file.write_text("# ours\nn1 slots=4\nn2 slots=4 max_slots=8  # Open MPI\n\nn3:4\nn4\n")

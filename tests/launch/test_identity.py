@@ -114,6 +114,8 @@ def test_a_process_that_nobody_launched_has_no_identity(env):
         ({"LOCAL_RANK": None}, ["LOCAL_RANK is not set", "RANK=3"]),
         ({"RANK": None, "WORLD_SIZE": None}, ["RANK is not set", "WORLD_SIZE is not set"]),
         ({"RANK": "one"}, ["RANK='one' is not a whole number"]),
+        ({"RANK": "7" * 5000}, ["is not a whole number"]),
+        ({"RANK": "\u0663"}, ["is not a whole number"]),
         ({"WORLD_SIZE": "-4"}, ["WORLD_SIZE='-4'"]),
         ({"RANK": "4"}, ["RANK=4 is not below WORLD_SIZE=4"]),
         ({"LOCAL_RANK": "2"}, ["LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"]),

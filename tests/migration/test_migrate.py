@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -384,3 +385,19 @@ def test_a_job_is_written_once(tmp_path):
     assert caught.value.codes == ("EMIT_WOULD_OVERWRITE",)
     with pytest.raises(RunError):
         found.write(tmp_path / "nowhere" / "job.yaml")
+
+
+def test_a_card_that_no_catalogue_has_is_refused_as_in_a_job():
+    with pytest.raises(SpecError) as caught:
+        migrate(FILES / "trl-sft.yaml", gpu="nope")
+    assert caught.value.codes == ("GPU_UNKNOWN",)
+
+
+def test_a_number_without_measure_and_keys_without_number_are_told_in_time(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(f'{{"train_batch_size": {"9" * 400}, "train_micro_batch_size_per_gpu": 1}}')
+    assert [entry.leaf.key for entry in migrate(path).not_carried] == ["train_batch_size"]
+    path.write_text(json.dumps({f"k{number}": number for number in range(15_000)}))
+    with pytest.raises(SpecError) as caught:
+        migrate(path)
+    assert caught.value.codes == ("MIGRATE_UNKNOWN",)

@@ -317,3 +317,26 @@ def test_patterns_of_case_are_no_commands(check):
     report = check(run__sh=script)
     assert report.found == ()
     assert [command.line for command in report.files[0].commands] == [5]
+
+
+def test_an_unknown_option_is_the_only_error(check):
+    assert len(said(check(command="torchrun --bogus t.py"), "error")) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("torchrun t.py --name 'a b\n", 1),
+        ('export A=1\ntorchrun t.py "a\nb\n', 2),
+        ("torchrun t.py $'it\\'s' # don't\n", None),
+        ("torchrun t.py 'a' \"it's\"\n", None),
+        ('torchrun t.py "$(echo ")")"\n', None),
+    ],
+)
+def test_a_quote_without_an_end(check, text, line):
+    assert [each.line for each in check(run__sh=text).found if each.code == "SHELL_QUOTE"] == ([line] if line else [])
+
+
+def test_directives_that_sbatch_refuses(check):
+    text = "#!/bin/bash\n#SBATCH --nodes=x\n#SBATCH --ntasks-per-node=\ntorchrun t.py\n"
+    assert [each.line for each in check(a__sbatch=text).found if each.code == "SBATCH_VALUE"] == [2, 3]

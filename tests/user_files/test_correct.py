@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from toolkit.user_files.check import check_files
-from toolkit.user_files.correct import corrected, write_corrected
+from toolkit.user_files.correct import corrected, corrected_copies
 
 ENGINE = """{
     "train_micro_batch_size_per_gpu": "4",
@@ -37,7 +37,10 @@ def folder(tmp_path, monkeypatch):
 def fix(*names):
     report = check_files(names)
     texts, after = corrected(report)
-    return report, after, write_corrected(report, texts)
+    copies = corrected_copies(report, texts)
+    for path, text in copies.values():
+        path.write_text(text)
+    return report, after, {name: path for name, (path, _) in copies.items()}
 
 
 def test_both_files_are_corrected_and_name_each_other(folder):

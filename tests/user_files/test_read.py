@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from toolkit.errors import SpecError
@@ -106,3 +108,32 @@ def test_bad_lines_are_found_together():
     variables = read_text("A=1\n\n# a comment\nB=2\n", name=".deepspeed_env")
     assert [problem.line for problem in variables.problems] == [2, 3]
     assert variables.keys == {"A": "1", "B": "2"}
+
+
+def _bomb(indent=""):
+    rows = ["a0: &a0 [x,x,x,x,x,x,x,x,x]"]
+    rows += [f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    return "".join(f"{indent}{row}\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "output_dir: x\nlearning_rate: 0.1\n" + _bomb(),
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n" + _bomb("  "),
+        "distributed_type: NO\na: &a {k: 1}\n"
+        + "".join(f"a{n}: &a{n} {{<<: [{','.join(['*a' + str(n - 1 or '')] * 9)}]}}\n" for n in range(1, 12)),
+        "output_dir: &a [*a]\nlearning_rate: 0.1\n",
+    ],
+)
+def test_aliases_without_measure_are_refused_in_time(text):
+    with pytest.raises(SpecError) as raised:
+        read_text(text, name="some.yaml")
+    assert raised.value.codes == ("YAML_RECURSIVE",)
+
+
+def test_a_megabyte_on_one_line_is_read_in_time():
+    started = time.process_time()
+    read_text("torchrun t.py" + " $A <b" * 20_000, name="run.sh")
+    read_text("a=1 " * 20_000 + "torchrun t.py", name="run.sh")
+    assert time.process_time() - started < 3

@@ -63,7 +63,8 @@ def validate(
     `toolkit validate ds.json accelerate.yaml args.yaml --fix`
 
     JSON keys of your own files: files (name, kind), findings (level: error, warning or note; code, file, line, key, value,
-    message, fix, source, fixable), counts of each level, facts; with --fix also fixed (new paths by name), after_fix.
+    message, fix, source, fixable), counts of each level, facts; with --fix also fixed (new paths by name), after_fix; problems
+    where a file could not be written.
 
     JSON keys of a job: problems (code, key, message, fix, source, line), and when there are none warnings, model, cluster, batch
     (train, micro, accumulation, dp_size, tokens), pipeline (null, or schedule, pp, virtual_stages, micro_batches,

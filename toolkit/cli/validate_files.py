@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ from toolkit.cli.best_effort import check_file
 from toolkit.cli.options import is_plan_file
 from toolkit.cli.output import print_json, print_marked, say
 from toolkit.config.key_lines import with_lines
-from toolkit.errors import RunError, SpecError, ToolkitError
-from toolkit.io import write_json
+from toolkit.errors import Problem, RunError, SpecError, ToolkitError, raise_all
+from toolkit.io import check_writable, json_text, read_json_object, write_text
 from toolkit.user_files.check import check_files
-from toolkit.user_files.correct import corrected, write_corrected
+from toolkit.user_files.correct import corrected, corrected_copies
 from toolkit.user_files.kinds import KIND_WORDS
 from toolkit.user_files.read import read_file
 from toolkit.user_files.report import LEVELS, Found, Report, ordered
@@ -41,31 +42,83 @@ def is_foreign(source: str) -> bool:
 def validate_files(sources: Sequence[str], *, fix: bool, as_json: bool, sarif_file: Path | None) -> int:
     """Print the report on files, and return the exit code: 2 if something fails.
 
+    All targets are checked before one is written, and the findings are printed even if none can be.
+
     Raises:
+        SpecError: EMIT_WOULD_OVERWRITE if the SARIF log would replace one of the files, or a file that is no such log.
         RunError: OUTPUT_WRITE if a corrected copy or the SARIF log cannot be written.
     """
     report = _report(sources)
-    copies: dict[str, Path] = {}
-    after: Report | None = None
-    try:
-        if fix:
-            texts, after = corrected(report)
-            copies = write_corrected(report, texts)
-        if sarif_file is not None:
-            write_json(sarif_file, sarif(report))
-    except OSError as error:
-        where = str(error.filename or sarif_file or "")
-        raise RunError.of(
-            code="OUTPUT_WRITE",
-            key=where,
-            message=f"{where} cannot be written: {error.strerror or error}",
-            fix="Name a folder that you may write to",
-        ) from None
+    texts, after = corrected(report) if fix else ({}, None)
+    copies = corrected_copies(report, texts)
+    targets = [(path, text) for path, text in copies.values()]
+    if sarif_file is not None:
+        targets.append((sarif_file, json_text(sarif(report), allow_nan=True)))
+    overwrites = [] if sarif_file is None else list(_overwrites(sarif_file, report, sources, copies))
+    refused = [*overwrites, *_write_all(targets, only_check=True)]
+    problems = refused or _write_all(targets)
+    unwritten = {problem.key for problem in problems}
+    written = {} if refused else {name: path for name, (path, _) in copies.items() if str(path) not in unwritten}
+    after = None if problems else after
+    error_class = SpecError if overwrites else RunError
     if as_json:
-        print_json(_as_dict(report, copies, after, fix=fix))
-    else:
-        _print(report, copies, after, fix=fix)
+        result = _as_dict(report, written, after, fix=fix)
+        print_json(result | ({"problems": [problem.as_dict() for problem in problems]} if problems else {}))
+        return error_class.exit_code if problems else 0 if report.is_sound else SpecError.exit_code
+    _print(report, written, after, fix=fix)
+    raise_all(error_class, problems)
     return 0 if report.is_sound else SpecError.exit_code
+
+
+def _overwrites(
+    target: Path, report: Report, sources: Sequence[str], copies: Mapping[str, tuple[Path, str]]
+) -> Iterator[Problem]:
+    """Yield a problem if a SARIF log would replace a file that is checked, a corrected copy, or what is no SARIF log."""
+    read = [file.path for file in report.files if file.path is not None] + [Path(source) for source in sources]
+    if any(_is_same(target, path) for path in read):
+        why = "is one of the files that are checked, and would be overwritten"
+    elif target.absolute() in [path.absolute() for path, _ in copies.values()]:
+        why = "is where a corrected copy would be written"
+    elif target.is_file() and not _is_sarif(target):
+        why = "exists, is no SARIF log, and would be overwritten"
+    else:
+        return
+    yield Problem(
+        code="EMIT_WOULD_OVERWRITE", key="--sarif", message=f"--sarif: {target} {why}", fix="Name another file"
+    )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except (OSError, ValueError):
+        return False
+
+
+def _is_sarif(path: Path) -> bool:
+    """Return whether a file is a SARIF log, or empty."""
+    try:
+        return not path.stat().st_size or {"version", "runs"} <= read_json_object(path).keys()
+    except (OSError, ValueError):
+        return False
+
+
+def _write_all(targets: Iterable[tuple[Path, str]], *, only_check: bool = False) -> list[Problem]:
+    """Write texts to files, or find out whether they can be; return a problem for each that cannot."""
+    found = []
+    for path, text in targets:
+        try:
+            if not path.parent.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, f"{path.parent} is no folder", str(path))
+            if only_check:
+                check_writable(path)
+            else:
+                write_text(path, text)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            message, fix = f"{path} cannot be written: {why}", "Name a file in a folder that you may write to"
+            found.append(Problem(code="OUTPUT_WRITE", key=str(path), message=message, fix=fix))
+    return found
 
 
 def _report(sources: Sequence[str]) -> Report:
@@ -108,7 +161,7 @@ def _print(report: Report, copies: dict[str, Path], after: Report | None, *, fix
             print("nothing could be corrected without a decision of yours" if report.found else "nothing to correct")
         else:
             print(f"with the corrected copies: {_counts(after)}")
-    elif any(each.edits for each in report.found):
+    elif not fix and any(each.edits for each in report.found):
         say("`--fix` writes corrected copies beside the files.")
 
 
@@ -126,7 +179,8 @@ def _as_dict(report: Report, copies: dict[str, Path], after: Report | None, *, f
         "counts": {level: report.count(level) for level in LEVELS},
         "facts": list(report.facts),
     }
-    if fix and after is not None:
+    if fix:
         result["fixed"] = {name: str(path) for name, path in copies.items()}
+    if after is not None:
         result["after_fix"] = [each.as_dict() for each in after.found]
     return result

@@ -39,7 +39,11 @@ UserCode = Annotated[str, AfterValidator(_in_form), BeforeValidator(_is_text, js
 
 def find_beside(job: Path) -> None:
     """Make modules in the job file's folder and in the working directory importable, after all others: none hides a library."""
-    for folder in (str(job.resolve().parent), str(Path.cwd())):
+    try:
+        beside = job.resolve().parent
+    except RuntimeError:  # links that name each other, which reading the file reports
+        return
+    for folder in (str(beside), str(Path.cwd())):
         if folder not in sys.path:
             sys.path.append(folder)
 

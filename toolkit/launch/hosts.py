@@ -11,6 +11,7 @@ from toolkit.errors import Problem, RunError, raise_all
 
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _IPV6 = re.compile(r"\[([0-9A-Fa-f:.]+)\]")
+_COUNT = re.compile(r"[0-9]{1,9}")
 _MOST_HOSTS = 100_000  # a list that names more is a mistake; SLURM itself expands up to 64,000 (MAX_SLURM_NODES)
 _OPEN = "open"  # the number of processes of a host that has none
 _FORM = "Write host1:4,host2:4, a name and its number of processes each"
@@ -83,7 +84,7 @@ def _expand(part: str) -> Iterator[str]:
 def _numbers(inside: str) -> Iterator[str]:
     for item in inside.split(","):
         first, dash, last = item.partition("-")
-        if not (first.isdecimal() and (last.isdecimal() if dash else True)):
+        if not (_COUNT.fullmatch(first) and (_COUNT.fullmatch(last) if dash else True)):
             raise ValueError(f"[{item}] is not a number or a range")
         low, high = int(first), int(last) if dash else int(first)
         if high < low or high - low >= _MOST_HOSTS:
@@ -99,8 +100,8 @@ def tasks_of_node(text: str, node: int) -> int | None:
     """
     counts: list[int] = []
     for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
-        if match is None:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item.strip())
+        if match is None or int(match[2] or 1) > _MOST_HOSTS:
             return None
         counts += [int(match[1])] * int(match[2] or 1)
     return counts[node] if 0 <= node < len(counts) else None
@@ -161,8 +162,8 @@ def _checked(found: Sequence[tuple[str, str, str]], key: str, fix: str, *, empty
         user, _, host = name.rpartition("@")
         if not (_HOST.fullmatch(host) or _IPV6.fullmatch(host)) or user.startswith("-") or (user and " " in user):
             problems.append(f"{told}: {name!r} is not a host name")
-        if slots != _OPEN and (not slots.isdecimal() or not 1 <= int(slots) <= 1024):
-            problems.append(f"{told}: {slots!r} is not a number of processes")
+        if slots != _OPEN and not (_COUNT.fullmatch(slots) and 1 <= int(slots) <= 1024):
+            problems.append(f"{told}: {slots[:80]!r} is not a number of processes")
     problems += [f"{key} names {name} twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     raise_all(RunError, (Problem(code="HOSTS", key=key, message=message, fix=fix) for message in problems))
     return tuple(

@@ -244,7 +244,8 @@ def rank_from_environment(env: Mapping[str, str], *, master_port: int | None = N
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
+    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) < 16
+    return int(text) if text is not None and is_number else None
 
 
 def _problem(name: str, message: str, fix: str = _FIX) -> Problem:
@@ -278,7 +279,7 @@ def _local_world_size(env: Mapping[str, str], launcher: Launcher | None) -> tupl
 def _unreadable(env: Mapping[str, str], numbers: Mapping[str, int | None]) -> list[Problem]:
     present = ", ".join(f"{name}={env[name]}" for name in numbers if name in env)
     return [
-        _problem(name, f"{name}={env[name]!r} is not a whole number")
+        _problem(name, f"{name}={env[name][:80]!r} is not a whole number")
         if name in env
         else _problem(name, f"{name} is not set, though {present} is: the worker's environment is incomplete")
         for name, number in numbers.items()

@@ -38,7 +38,10 @@ def table_of(keys: Mapping[str, Any]) -> Table | None:
     >>> table_of({"base_model": "a", "sequence_len": 8}).tool, table_of({"colour": "red", "shape": "round"})
     ('axolotl', None)
     """
-    scores = {table.tool: sum(_is_key(key, value, table) for key, value in keys.items()) for table in TABLES}
+    scores: dict[str, int] = {}
+    for table in TABLES:
+        names = table.names
+        scores[table.tool] = sum(key in names and _is_key(key, value, table) for key, value in keys.items())
     best = max(TABLES, key=lambda table: scores[table.tool])
     if scores[best.tool] < max(1, min(_LEAST_KEYS, len(keys))):
         return None
@@ -46,9 +49,8 @@ def table_of(keys: Mapping[str, Any]) -> Table | None:
 
 
 def _is_key(key: str, value: Any, table: Table) -> bool:
-    """Return whether a table knows a key: `fp16` and `bf16` are sections of DeepSpeed, and switches of all others."""
-    is_section = isinstance(value, Mapping)
-    return key in table.names and not (key in ("fp16", "bf16") and is_section != (table is DEEPSPEED))
+    """Return whether a name is a table's key: `fp16` and `bf16` are sections of DeepSpeed, and switches of all others."""
+    return key not in ("fp16", "bf16") or isinstance(value, Mapping) == (table is DEEPSPEED)
 
 
 def group_of(table: Table) -> str:

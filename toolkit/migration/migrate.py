@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.arguments import Positive, checks_arguments
+from toolkit.catalog.gpus import find_gpu
 from toolkit.config.job import Job
 from toolkit.config.loader import parse_job
 from toolkit.errors import Problem, RunError, SpecError, ToolkitError, raise_all
@@ -111,7 +112,7 @@ def migrate(
         model: Model, where a script of yours names it.
 
     Raises:
-        SpecError: A file that cannot be read, is of no tool that is known (MIGRATE_UNKNOWN), trains by preferences
+        SpecError: GPU_UNKNOWN or ACCELERATOR for `gpu`; a file that cannot be read, is of no tool that is known (MIGRATE_UNKNOWN), trains by preferences
             (MIGRATE_METHOD), or contradicts another one (MIGRATE_CONTRADICTION).
     """
     given = [files] if isinstance(files, str | Path) else list(files)
@@ -119,6 +120,8 @@ def migrate(
         raise SpecError.of(
             code="MIGRATE_UNKNOWN", key="files", message="no file is named", fix="Name one file or several"
         )
+    if gpu is not None:
+        find_gpu(gpu)
     sources = read_sources(given)
     draft = Draft()
     for target, value, option in (

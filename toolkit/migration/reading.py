@@ -191,7 +191,7 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # a text, or a whole number of hundreds of digits
         return None
     if not math.isfinite(number):
         return None

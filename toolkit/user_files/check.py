@@ -11,7 +11,7 @@ from toolkit.user_files.check_accelerate import check_accelerate
 from toolkit.user_files.check_arguments import check_arguments, read_values
 from toolkit.user_files.check_deepspeed import batch_sizes, check_engine
 from toolkit.user_files.check_fsdp import check_fsdp
-from toolkit.user_files.check_launch import check_command, check_lines, check_sbatch
+from toolkit.user_files.check_launch import check_command, check_lines, check_quotes, check_sbatch
 from toolkit.user_files.check_together import check_together, num_machines, num_ranks
 from toolkit.user_files.engine_view import EngineView, view_of_file, view_of_section
 from toolkit.user_files.read import UserFile
@@ -84,6 +84,8 @@ def _alone(file: UserFile, setup: Setup) -> Iterator[Found]:
                 fix="Keep one",
                 source="PyYAML SafeLoader",
             )
+    if file.kind in ("command-line", "sbatch"):
+        yield from check_quotes(file)
     for command in file.commands:
         yield from check_command(file, command)
         for option in command.arguments:

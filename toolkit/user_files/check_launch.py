@@ -9,8 +9,10 @@ from toolkit.config.suggestions import nearest
 from toolkit.user_files.arguments import launcher_options
 from toolkit.user_files.check_accelerate import PRECISIONS
 from toolkit.user_files.commands import Command, Option
+from toolkit.user_files.option_values import directive_fault, option_fault
 from toolkit.user_files.read import UserFile
 from toolkit.user_files.report import Edit, Found, Level, versioned
+from toolkit.user_files.shell import unclosed_quote
 
 _SOURCES = {
     "accelerate": "accelerate commands/launch.py launch_command_parser",
@@ -20,11 +22,6 @@ _SOURCES = {
 _VALIDATE = "accelerate commands/launch.py _validate_launch_command"
 # Options of which `accelerate launch` takes one.
 _KINDS = ("multi_gpu", "cpu", "tpu", "use_deepspeed", "use_fsdp")
-_NUMBERS = {
-    "accelerate": ("num_processes", "num_machines", "machine_rank", "main_process_port", "zero_stage"),
-    "torchrun": ("node_rank", "master_port", "max_restarts"),
-    "deepspeed": ("num_nodes", "num_gpus", "master_port", "node_rank"),
-}
 # Options that hardly any training script declares: behind the script they are misplaced.
 _OF_LAUNCHER = {
     "accelerate": (
@@ -49,19 +46,20 @@ def check_command(file: UserFile, command: Command) -> Iterator[Found]:
     if command.launcher not in _SOURCES:
         return
     known = launcher_options(command.launcher)
+    has_unknown = False
     for option in command.options:
         if known and option.name not in known and len(option.name) > 1 and not _is_beginning(option, command, known):
+            has_unknown = True
             near = nearest(option.name, known)
             fix = f"Did you mean --{near[0]}" if near else f"`{_name(command)} --help` lists its options"
             message = f" is no option of {_name(command)}"
             yield _found(file, option, "error", message, fix, source=_SOURCES[command.launcher], code="LAUNCHER_OPTION")
-        elif option.name in _NUMBERS[command.launcher] and option.is_known and not _is_number(option.value):
-            message = f"={option.value} is no whole number"
-            yield _found(
-                file, option, "error", message, "Write one", source=_SOURCES[command.launcher], code="LAUNCHER_OPTION"
-            )
+        elif option.is_known and (fault := option_fault(command.launcher, option.name, option.value)):
+            message, fix, source = fault
+            yield _found(file, option, "error", message, fix, source=source, code="LAUNCHER_OPTION")
     yield from _behind_the_script(file, command)
-    if not command.script and not command.option("help"):
+    # What stands behind an unknown option may be its value, or the script.
+    if not command.script and not has_unknown and not command.option("help"):
         yield _at_line(file, command, f"{_name(command)} has no script to start", "Name it after the options")
     if command.launcher == "accelerate":
         yield from _accelerate(file, command)
@@ -115,8 +113,28 @@ def check_lines(file: UserFile) -> Iterator[Found]:
             )
 
 
+def check_quotes(file: UserFile) -> Iterator[Found]:
+    """Yield a quote that nothing ends: the shell refuses all that follows."""
+    if (unclosed := unclosed_quote(file.text)) is not None:
+        line, sign = unclosed
+        yield Found(
+            level="error",
+            code="SHELL_QUOTE",
+            file=file.name,
+            line=line,
+            key=sign,
+            message=f"a quote {sign} begins and does not end",
+            fix=f"Write {sign} where it ends, or a backslash before a {sign} that is meant as itself",
+            source="the shell",
+        )
+
+
 def check_sbatch(file: UserFile) -> Iterator[Found]:
-    """Yield directives that sbatch ignores, and commands that it starts once where several are needed."""
+    """Yield directives that sbatch refuses or ignores, and commands that it starts once where several are needed."""
+    for key, value in file.keys.items():
+        if (fault := directive_fault(key, value)) is not None:
+            message, fix, source = fault
+            yield _line(file, key, "error", f"--{key}{message}", fix, source, code="SBATCH_VALUE")
     for key, line in file.ignored:
         message = f"#SBATCH --{key} stands below the first command, and sbatch reads none there"
         yield Found(

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import PurePath
 
 from toolkit.user_files.shell import Statement, statements
 from toolkit.user_files.shell_variables import Word
@@ -107,7 +106,7 @@ def launch_commands(text: str, *, line: int = 1, variables: Mapping[str, Word] |
 def _launches(statement: Statement) -> Iterator[Command]:
     words = statement.words
     for at, (shell, flag) in enumerate(pairwise(words)):
-        if PurePath(shell.text).name in _SHELLS and re.fullmatch(r"-\w*c", flag.text) and at + 2 < len(words):
+        if _base(shell.text) in _SHELLS and re.fullmatch(r"-\w*c", flag.text) and at + 2 < len(words):
             inner = words[at + 2]
             for command in launch_commands(inner.text, line=inner.line):
                 yield _inside(command, statement, words[:at])
@@ -150,7 +149,7 @@ def _inside(command: Command, statement: Statement, prefix: Sequence[Word]) -> C
 def _launcher(words: Sequence[Word]) -> tuple[str, int, int] | None:
     """Return a launcher's name, the index of its first word and that of its first option."""
     for at, word in enumerate(words):
-        name, following = PurePath(word.text).name, [each.text for each in words[at + 1 : at + 3]]
+        name, following = _base(word.text), [each.text for each in words[at + 1 : at + 3]]
         if name == "accelerate" and following[:1] == ["launch"]:
             return "accelerate", at, at + 2
         if name in ("accelerate-launch", "torchrun", "deepspeed", "ds"):
@@ -163,6 +162,11 @@ def _launcher(words: Sequence[Word]) -> tuple[str, int, int] | None:
             script = next((each.text for each in words[at + 1 :] if not each.text.startswith("-")), "")
             return ("python", at, at + 1) if script.endswith(".py") or following[:1] == ["-m"] else None
     return None
+
+
+def _base(word: str) -> str:
+    """Return the last part of a path."""
+    return word.rpartition("/")[2]
 
 
 def _own_options(words: Sequence[Word], launcher: str) -> tuple[tuple[Option, ...], int]:

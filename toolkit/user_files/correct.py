@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,6 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MantissaNoDotYAML1_1Warning
 from ruamel.yaml.scalarstring import SingleQuotedScalarString
 
-from toolkit.io import write_text
 from toolkit.user_files.check import check_read
 from toolkit.user_files.read import UserFile, read_text
 from toolkit.user_files.report import Edit, Found, Report
@@ -51,13 +51,10 @@ def corrected(report: Report) -> tuple[dict[str, str], Report]:
     return texts, found
 
 
-def write_corrected(report: Report, texts: Mapping[str, str]) -> dict[str, Path]:
-    """Write corrected texts beside the originals, `ds.json` as `ds.fixed.json`; return the new paths by the old names.
+def corrected_copies(report: Report, texts: Mapping[str, str]) -> dict[str, tuple[Path, str]]:
+    """Return the path and text of each corrected copy by the name of its original: `ds.fixed.json` beside `ds.json`.
 
-    A file that names another which is corrected names its corrected copy.
-
-    Raises:
-        OSError: A folder cannot be written to.
+    A file that names another which is corrected names its corrected copy. Nothing is written.
     """
     targets = {file.name: _free(file.path) for file in report.files if file.path is not None and file.name in texts}
     pointing = {
@@ -68,14 +65,15 @@ def write_corrected(report: Report, texts: Mapping[str, str]) -> dict[str, Path]
     for file in report.files:
         if file.path is not None and file.name in pointing and file.name not in targets:
             targets[file.name] = _free(file.path)
+    copies: dict[str, tuple[Path, str]] = {}
     for file in report.files:
         if file.name not in targets:
             continue
         text = texts.get(file.name, file.text)
         if pointing.get(file.name):
             text = _with_edits(read_text(text, name=file.name, path=file.path), pointing[file.name]).text
-        write_text(targets[file.name], text)
-    return targets
+        copies[file.name] = targets[file.name], text
+    return copies
 
 
 def _pointers(file: UserFile, files: Sequence[UserFile], targets: Mapping[str, Path]) -> Iterable[Edit]:
@@ -93,7 +91,7 @@ def _free(path: Path) -> Path:
     """Return a name beside a file that no file has: `ds.fixed.json`, then `ds.fixed-2.json`."""
     stem, suffix = (path.name, "") if path.name.startswith(".") else (path.stem, path.suffix)
     names = (f"{stem}.fixed{'' if number == 1 else f'-{number}'}{suffix}" for number in range(1, 10_000))
-    return next(target for name in names if not (target := path.with_name(name)).exists())
+    return next(target for name in names if not os.path.lexists(target := path.with_name(name)))
 
 
 def _edits(found: Iterable[Found]) -> dict[str, list[Edit]]:

@@ -15,6 +15,7 @@ from toolkit.errors import SpecError, one_line
 # Parts of a key's path: names of keys, and indices of lists.
 Path = tuple[str, ...]
 
+_MAX_VALUES = 100_000  # with aliases expanded; a configuration has some hundreds
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 
 
@@ -33,7 +34,7 @@ def read_yaml(text: str, *, name: str) -> tuple[dict[str, Any], dict[Path, int],
     Accelerate, transformers and TRL read YAML by PyYAML, to which `no` is false and `2e-5` a text.
 
     Raises:
-        SpecError: YAML_SYNTAX, YAML_NOT_MAPPING.
+        SpecError: YAML_SYNTAX, YAML_RECURSIVE, YAML_NOT_MAPPING.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -41,6 +42,9 @@ def read_yaml(text: str, *, name: str) -> tuple[dict[str, Any], dict[Path, int],
         raise _syntax(name, None, str(error)) from None
     try:
         node = loader.get_single_node()
+        # Counted before merged keys are copied, which would take the memory that the count refuses.
+        if node is not None and _num_values(node, {}, name=name) > _MAX_VALUES:
+            raise _recursive(name, f"its aliases expand to more than {_MAX_VALUES:,} values")
         value = None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
@@ -122,6 +126,27 @@ def _yaml_lines(node: yaml.Node, lines: dict[Path, int], path: Path, seen: set[i
         for index, value in enumerate(node.value):
             lines[(*path, f"[{index}]")] = value.start_mark.line + 1
             yield from _yaml_lines(value, lines, (*path, f"[{index}]"), seen)
+
+
+def _num_values(node: yaml.Node, counted: dict[int, int], *, name: str) -> int:
+    """Return the number of values of a node with aliases expanded; `counted` has those of the nodes that are known."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    known = counted.get(id(node))
+    if known == 0:
+        raise _recursive(name, "an anchor contains itself")
+    if known is None:
+        counted[id(node)] = 0  # being counted: meeting it again means a circle
+        pairs = isinstance(node, yaml.MappingNode)
+        parts = [part for pair in node.value for part in pair] if pairs else node.value
+        known = counted[id(node)] = 1 + sum(_num_values(part, counted, name=name) for part in parts)
+    return known
+
+
+def _recursive(name: str, what: str) -> SpecError:
+    return SpecError.of(
+        code="YAML_RECURSIVE", key=name, message=f"{name}: {what}", fix="Write out the values in place of the aliases"
+    )
 
 
 def _syntax(name: str, line: int | None, what: str) -> SpecError:

@@ -15,6 +15,9 @@ from toolkit.user_files.shell_variables import Kind, Variables, Word
 
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_PLAIN = re.compile(r"""[^ \t\r\n\\'"$`<>;&|()]+""")
+_ESCAPED = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.DOTALL)
+_REDIRECTION = re.compile(r"&?(?:<<<|<<-?|>>|<>|>&|<&|>\||[<>])")
 # Words before a command that are no part of it.
 _KEYWORDS = frozenset({"then", "do", "!", "time", "exec", "nohup", "command"})
 _OPENING: Mapping[str, Kind] = {
@@ -67,6 +70,7 @@ class _Reader:
     is_joined: bool = False  # by an operator behind which a command must follow, on the next line too
     is_function: bool = False
     brackets: int = 0
+    unclosed: tuple[int, str] | None = None  # line and sign of a quote that nothing ends
 
     def statements(self) -> Iterator[Statement]:
         words: list[Word] = []
@@ -96,7 +100,7 @@ class _Reader:
         """Pass what ends a command, and note what then surrounds the next one."""
         begins = self.text[self.at : self.at + 2]
         if begins == "((":
-            length = _closed(self.text[self.at :], "(", ")")
+            length = _closed(self.text, self.at, "(", ")")
             self.variables.calculate(self.text[self.at : self.at + length], self.line)
             self._advance(length)
             return
@@ -159,14 +163,18 @@ class _Reader:
         self._structure(left)
         own: dict[str, Word] = {}
         exports = bool(left) and left[0].text in ("export", "declare", "readonly", "local", "typeset")
-        for word in list(left[1:] if exports else left):
+        first = 1 if exports else 0
+        kept = left[:first]
+        for at, word in enumerate(left[first:], start=first):
             found = _ASSIGNMENT.match(word.text)
-            if found is None:
-                if exports:
-                    continue
+            if found is not None:
+                own[found.group(1)] = self._assigned(found, word)
+            elif exports:
+                kept.append(word)
+            else:
+                kept += left[at:]
                 break
-            own[found.group(1)] = self._assigned(found, word)
-            left.remove(word)
+        left = kept
         if exports:
             self.variables.set(own, exports=True)
             self.variables.export(word.text for word in left[1:])
@@ -205,23 +213,30 @@ class _Reader:
                 self._advance(2)
             elif char == "'":
                 end = self.text.find("'", self.at + 1)
-                end = len(self.text) if end < 0 else end
+                if end < 0:
+                    self.unclosed, end = (self.line, "'"), len(self.text)
                 parts.append((self.text[self.at + 1 : end], False))
                 self._advance(end + 1 - self.at)
             elif char == '"':
                 self._advance(1)
                 known &= self._quoted(parts)
+            elif char == "$" and (escaped := _ESCAPED.match(self.text, self.at)):
+                known = False
+                parts.append((escaped.group(), False))
+                self._advance(len(escaped.group()))
             elif char in "$`":
                 text, sure = self._expansion()
                 known &= sure
                 parts.append((text, sure))
             else:
-                parts.append((char, False))
-                self._advance(1)
+                plain = _PLAIN.match(self.text, self.at)
+                assert plain is not None
+                parts.append((plain.group(), False))
+                self._advance(len(plain.group()))
         return [Word(text=text, line=line, is_known=known) for text in _split(parts)]
 
     def _quoted(self, parts: list[tuple[str, bool]]) -> bool:
-        known = True
+        known, line = True, self.line
         parts.append(("", False))
         while self.at < len(self.text) and self.text[self.at] != '"':
             char = self.text[self.at]
@@ -236,38 +251,40 @@ class _Reader:
             else:
                 parts.append((char, False))
                 self._advance(1)
+        if self.at >= len(self.text):
+            self.unclosed = (line, '"')
         self._advance(1)
         return known
 
     def _expansion(self) -> tuple[str, bool]:
         """Read what begins with $ or a backquote; return its text and whether that is what the shell makes of it."""
         start = self.at
-        rest = self.text[start + 1 :]
+        begins = self.text[start + 1 : start + 3]
         if self.text[start] == "`":
-            end = rest.find("`")
-            self._advance(len(rest) + 1 if end < 0 else end + 2)
+            end = self.text.find("`", start + 1)
+            self._advance((len(self.text) if end < 0 else end + 1) - start)
             return self.text[start : self.at], False
-        if rest.startswith("(("):
-            end = rest.find("))")
-            self._advance(len(rest) + 1 if end < 0 else end + 3)
+        if begins == "((":
+            end = self.text.find("))", start)
+            self._advance((len(self.text) if end < 0 else end + 2) - start)
             value = self._arithmetic(self.text[start + 3 : self.at - 2])
             return (self.text[start : self.at], False) if value is None else (str(value), True)
-        if rest.startswith("("):
-            self._advance(1 + _closed(rest, "(", ")"))
+        if begins.startswith("("):
+            self._advance(1 + _closed(self.text, start + 1, "(", ")"))
             return self.text[start : self.at], False
-        if rest.startswith("{"):
-            self._advance(1 + _closed(rest, "{", "}"))
+        if begins.startswith("{"):
+            self._advance(1 + _closed(self.text, start + 1, "{", "}"))
             name, _, default = self.text[start + 2 : self.at - 1].partition(":-")
             known = self.variables.get(name)
             if known is not None and (known.text or not known.is_known or not default):
                 return known.text, known.is_known
             # The variable is empty, or may be set where the script runs; its default is the best that can be known.
             return (default, "$" not in default) if default else (self.text[start : self.at], False)
-        found = _NAME.match(rest)
+        found = _NAME.match(self.text, start + 1)
         if found is None:
-            self._advance(1 if not rest[:1] or rest[0] in " \t\n\"'" else 2)
+            self._advance(1 if not begins or begins[0] in " \t\n\"'" else 2)
             return self.text[start : self.at], self.at == start + 1
-        self._advance(1 + found.end())
+        self._advance(found.end() - start)
         known = self.variables.get(found.group())
         return (self.text[start : self.at], False) if known is None else (known.text, known.is_known)
 
@@ -284,12 +301,11 @@ class _Reader:
             return None
 
     def _skip_redirection(self, words: list[Word]) -> None:
-        begins = self.text[self.at :]
-        found = re.match(r"&?(?:<<<|<<-?|>>|<>|>&|<&|>\||[<>])", begins)
+        found = _REDIRECTION.match(self.text, self.at)
         assert found is not None
         if words and words[-1].text.isdigit() and self.text[self.at - 1].isdigit():
             del words[-1]  # the number of a file descriptor
-        self._advance(found.end())
+        self._advance(len(found.group()))
         while self.text[self.at : self.at + 1] in (" ", "\t"):
             self._advance(1)
         target = self._word() if self.text[self.at : self.at + 1] not in ("", *_BREAKS) else []
@@ -333,6 +349,16 @@ def statements(text: str, *, line: int = 1, variables: Mapping[str, Word] | None
     yield from _Reader(text=text, line=line, variables=Variables(variables or {}, changed)).statements()
 
 
+def unclosed_quote(text: str) -> tuple[int, str] | None:
+    """Return the line and the sign of a quote that nothing ends; None too where a substitution may have quotes of its own."""
+    if re.search(r"[$<]\(|`|<<|\$\{|\(\(", text):
+        return None
+    reader = _Reader(text=text, line=1, variables=Variables({}, {}))
+    for _ in reader.statements():
+        pass
+    return reader.unclosed
+
+
 def _split(parts: list[tuple[str, bool]]) -> list[str]:
     words, is_word = [""], False
     for text, separates in parts:
@@ -343,14 +369,14 @@ def _split(parts: list[tuple[str, bool]]) -> list[str]:
     return words if is_word else []
 
 
-def _closed(text: str, opening: str, closing: str) -> int:
-    """Return the length of the text up to the bracket that closes the first."""
+def _closed(text: str, start: int, opening: str, closing: str) -> int:
+    """Return the length of the text from a bracket up to the one that closes it."""
     depth = 0
-    for index, char in enumerate(text):
-        depth += (char == opening) - (char == closing)
+    for found in re.compile(f"[{opening}{closing}]").finditer(text, start):
+        depth += 1 if found.group() == opening else -1
         if depth == 0:
-            return index + 1
-    return len(text)
+            return found.end() - start
+    return len(text) - start
 
 
 def _computed(node: ast.expr) -> int:

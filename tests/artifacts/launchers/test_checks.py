@@ -174,3 +174,23 @@ def test_the_command(capsys):
     assert "name one of torchrun, slurm" in capsys.readouterr().err
     assert main([*asked, "--time-limit", "soon"]) == 2
     assert "--time-limit=soon" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("launcher", ["pytorchjob", "jobset"])
+@pytest.mark.parametrize(
+    ("name", "value", "is_right"),
+    [
+        *(("volume", value, True) for value in ("runs", "runs.of-me", "0")),
+        *(("volume", value, False) for value in ("EOF", "a_b", "-a", "a.", "a" * 254)),
+        *(("namespace", value, True) for value in ("ml", "ml-2")),
+        *(("namespace", value, False) for value in ("My_NS", "a.b", "a-", "a" * 64)),
+    ],
+)
+def test_names_of_kubernetes(launcher, name, value, is_right):
+    options = {"image": "i", "volume": "v"} | {name: value}
+    plan = make_plan("one-node")
+    if is_right:
+        emit(plan, "out", launchers=[launcher], options=LaunchOptions(**options))
+        return
+    ((code, message),) = refused(plan, [launcher], **options)
+    assert (code, message.startswith(f"--{name}={value[:80]} ")) == ("EMIT_LAUNCH_OPTION", True)

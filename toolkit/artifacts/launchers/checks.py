@@ -14,6 +14,7 @@ from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.planning.plan import Plan
 
 _MIG = re.compile(r"(^|[^a-z])mig([^a-z]|$)|\dg[.-]\d+gb")
+_LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 # They count devices, of which a slice of a card is none.
 _COUNT_DEVICES: tuple[LauncherName, ...] = ("slurm", "pytorchjob", "jobset")
 # They carry the working folder to another machine, where only paths relative to it are found.
@@ -76,10 +77,25 @@ def _of_options(launcher: LauncherName, options: LaunchOptions) -> Iterator[Prob
     if launcher == "sagemaker" and options.compute and not options.compute.startswith("ml."):
         what = f"--compute={options.compute} is no instance type of SageMaker"
         yield _wrong_option("compute", what, "Give one such as ml.p5.48xlarge")
+    if launcher in ("pytorchjob", "jobset"):
+        yield from _of_names(options)
     most = _LONGEST_SECONDS.get(launcher)
     if most and options.seconds and options.seconds > most[0]:
         what = f"--time-limit={options.time_limit} is more than {KINDS[launcher].title} grants"
         yield _wrong_option("time_limit", what, f"Give at most {most[1]}; a run that is started again resumes")
+
+
+def _of_names(options: LaunchOptions) -> Iterator[Problem]:
+    """Yield names that Kubernetes refuses: a namespace is a label of DNS (RFC 1123), a volume claim labels with dots between."""
+    for field, form, most, what in (
+        ("namespace", _LABEL, 63, "a namespace of Kubernetes"),
+        ("volume", rf"{_LABEL}(?:\.{_LABEL})*", 253, "a volume claim of Kubernetes"),
+    ):
+        name = getattr(options, field)
+        if name is not None and not (len(name) <= most and re.fullmatch(form, name)):
+            message = f"{option_name(field)}={name:.80} is no name of {what}"
+            fix = f"Write lower-case letters, digits and hyphens, a letter or a digit first and last, at most {most} characters"
+            yield _wrong_option(field, message, fix)
 
 
 _WHY_NEEDED = {
