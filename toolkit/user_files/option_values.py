@@ -95,4 +95,8 @@ def _hosts(value: str) -> Fault | None:
     if all(re.fullmatch(r"[^:@\s]+(?::\d+(?:,\d+)*)?", node) for node in value.split("@")):
         return None
     fix = "Write such as worker-0@worker-1:0,2: hosts with @ between, behind a colon the numbers of their GPUs"
-    return f"={value} names no hosts and GPUs in DeepSpeed's form", fix, "deepspeed launcher/runner.py parse_node_config"
+    return (
+        f"={value} names no hosts and GPUs in DeepSpeed's form",
+        fix,
+        "deepspeed launcher/runner.py parse_node_config",
+    )

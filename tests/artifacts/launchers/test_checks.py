@@ -181,7 +181,7 @@ def test_the_command(capsys):
     ("name", "value", "is_right"),
     [
         *(("volume", value, True) for value in ("runs", "runs.of-me", "0")),
-        *(("volume", value, False) for value in ("EOF", "a_b", "-a", "a.", "a" * 254)),
+        *(("volume", value, False) for value in ("EOF", "a_b", "a-", "a.", "a" * 254)),
         *(("namespace", value, True) for value in ("ml", "ml-2")),
         *(("namespace", value, False) for value in ("My_NS", "a.b", "a-", "a" * 64)),
     ],

@@ -43,6 +43,18 @@ def test_reductions_of_one_type_are_done_together_up_to_a_size():
     assert names(table) == [["a", "b"], ["x"], ["c"], ["s"], ["g"]]
 
 
+def test_a_factor_that_is_no_number_on_all_ranks_is_the_same():
+    table = negotiation(2)
+    for rank, prescale in enumerate((float("nan"), float("nan"))):
+        table.submit(rank, request("a", prescale=prescale))
+    ((_, response),) = table.take_ready()
+    assert response.problem is None
+    table.submit(0, request("b", prescale=float("nan")))
+    table.submit(1, request("b", prescale=1.0))
+    ((_, response),) = table.take_ready()
+    assert "prescale_factor is nan on rank 0 and 1.0 on rank 1" in response.problem.message
+
+
 @pytest.mark.parametrize(
     ("other", "told"),
     [

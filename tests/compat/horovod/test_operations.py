@@ -10,7 +10,13 @@ import torch
 from ranks import run_distributed
 
 import toolkit.compat.horovod as hvd
-from toolkit.compat.horovod.errors import HorovodInternalError, HorovodOrderError, HorovodValueError, NotBuiltError
+from toolkit.compat.horovod.errors import (
+    HorovodInternalError,
+    HorovodOrderError,
+    HorovodTypeError,
+    HorovodValueError,
+    NotBuiltError,
+)
 
 SIZE = 3
 pytestmark = pytest.mark.gloo
@@ -47,6 +53,26 @@ def reductions(rank):
     torch.testing.assert_close(scaled, 1.5 * EVERY.sum(0))
     with pytest.warns(DeprecationWarning, match="op=hvd.Sum"):
         torch.testing.assert_close(hvd.allreduce(at(rank), average=False), EVERY.sum(0))
+
+
+@case
+def arguments_of_a_wrong_type(rank):
+    for wrong in (
+        lambda: hvd.allreduce([1, 2]),
+        lambda: hvd.allreduce_async([1, 2]),
+        lambda: hvd.allreduce_([1, 2]),
+        lambda: hvd.grouped_allreduce([at(rank), None]),
+        lambda: hvd.allgather([1, 2]),
+        lambda: hvd.broadcast([1, 2], 0),
+        lambda: hvd.broadcast_([1, 2], 0),
+        lambda: hvd.alltoall([1, 2]),
+        lambda: hvd.reducescatter([1, 2]),
+    ):
+        with pytest.raises(HorovodTypeError, match=r"tensor=(\[1, 2\]|None) is of type .*torch.Tensor"):
+            wrong()
+    for wrong in (lambda: hvd.synchronize(12345), lambda: hvd.poll(12345)):
+        with pytest.raises(TypeError, match="handle=12345 is of type int, not the handle"):
+            wrong()
 
 
 @case

@@ -29,6 +29,10 @@ class HorovodValueError(SpecError, ValueError):
     """An argument of a Horovod function has a value that cannot be used."""
 
 
+class HorovodTypeError(SpecError, TypeError):
+    """An argument of a Horovod function is of a type that cannot be used."""
+
+
 class HorovodOrderError(RunError, AssertionError):
     """The optimizer's methods were called in an order that would lose gradients."""
 
@@ -50,6 +54,16 @@ def not_built(name: str, fix: str) -> Problem:
     return Problem(
         code="HOROVOD_NOT_BUILT", key=name, message=f"{name} is a part of Horovod that is not built here", fix=fix
     )
+
+
+def refuse_type(name: str, value: object, wanted: str, fix: str) -> NoReturn:
+    """Raise HOROVOD_ARGUMENT.
+
+    Raises:
+        HorovodTypeError: Always.
+    """
+    message = f"{name}={value!r:.80} is of type {type(value).__name__}, not {wanted}"
+    raise HorovodTypeError.of(code="HOROVOD_ARGUMENT", key=name, message=message, fix=fix)
 
 
 def refuse_value(name: str, message: str, fix: str) -> NoReturn:

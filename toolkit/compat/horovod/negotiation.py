@@ -6,6 +6,7 @@ which operations are done is one for all ranks and all process sets. Ranks that 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -198,7 +199,7 @@ def _disagreement(requests: dict[int, Request]) -> Problem | None:
         if other is first or other == first:
             continue
         for what, ours, theirs in _compared(first, other):
-            if ours != theirs:
+            if ours != theirs and not (_is_nan(ours) and _is_nan(theirs)):
                 return Problem(
                     code="HOROVOD_MISMATCH",
                     key=first.name,
@@ -223,6 +224,10 @@ def _compared(first: Request, other: Request) -> Iterator[tuple[str, object, obj
     yield "postscale_factor", first.postscale, other.postscale
     yield "root_rank", first.root, other.root
     yield "the list of ranks", first.ranks, other.ranks
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _without_rows(spec: TensorSpec) -> TensorSpec:

@@ -16,7 +16,7 @@ from toolkit.compat.horovod.exchanges import grouped_allgather_async
 from toolkit.compat.horovod.messages import ReduceOp
 from toolkit.compat.horovod.reductions import Average, Sum, resolve_reduction
 from toolkit.compat.horovod.runtime import ProcessSet, global_process_set
-from toolkit.compat.horovod.submission import Grads, Tensors, refuse_scalars, submit, synchronize
+from toolkit.compat.horovod.submission import Grads, Tensors, refuse_scalars, submit, synchronize, tensors_of
 
 
 def reducescatter_async(
@@ -97,7 +97,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Reduce and scatter several tensors as one operation."""
     reduction = resolve_reduction(op, None, allowed=(Average, Sum))
-    packed = [compression.compress(tensor) for tensor in tensors]
+    packed = [compression.compress(tensor) for tensor in tensors_of(tensors)]
     name = name or runtime.engine().next_name("reducescatter")
     options = (name, reduction, process_set, prescale_factor, postscale_factor)
     reduced = _Reducescatter.apply(*options, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from toolkit.compat.horovod.errors import NotBuiltError, not_built, refuse_value
 from toolkit.compat.horovod.exchanges import grouped_allgather_async
 from toolkit.compat.horovod.messages import ReduceOp
 from toolkit.compat.horovod.runtime import ProcessSet, global_process_set
-from toolkit.compat.horovod.submission import Grads, Tensors, new_like, submit, synchronize
+from toolkit.compat.horovod.submission import Grads, Tensors, new_like, submit, synchronize, tensors_of
 
 Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
 Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
@@ -62,7 +62,7 @@ def _allreduce(
     single: bool,
 ) -> Handle:
     reduction = resolve_reduction(op, average, allowed=_ALL)
-    for tensor in inputs:
+    for tensor in tensors_of(inputs):
         if tensor.dtype == torch.bool and (reduction == Average or (prescale, postscale) != (1.0, 1.0)):
             refuse_value(
                 "tensor",
@@ -238,7 +238,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Reduce several tensors as one operation; arguments and gradients are those of `allreduce`."""
     reduction = resolve_reduction(op, average, allowed=_ALL)
-    packed = [compression.compress(tensor) for tensor in tensors]
+    packed = [compression.compress(tensor) for tensor in tensors_of(tensors)]
     name = name or runtime.engine().next_name("allreduce")
     options = (name, reduction, prescale_factor, postscale_factor, process_set)
     reduced = _Allreduce.apply(*options, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]

@@ -9,16 +9,24 @@ import torch
 
 from toolkit.compat.horovod import runtime
 from toolkit.compat.horovod.engine import Handle
-from toolkit.compat.horovod.errors import refuse_value
+from toolkit.compat.horovod.errors import refuse_type, refuse_value
 from toolkit.compat.horovod.messages import Kind, Request, TensorSpec
 from toolkit.compat.horovod.runtime import ProcessSet, global_process_set
 
 Tensors = Sequence[torch.Tensor]
 Grads = tuple[torch.Tensor | None, ...]
+_HANDLE = "the handle of an asynchronous operation"
+_HANDLE_FIX = "Give what hvd.allreduce_async, or another function whose name ends in _async, has returned"
 
 
 def poll(handle: Handle) -> bool:
-    """Return whether `synchronize` would return at once."""
+    """Return whether `synchronize` would return at once.
+
+    Raises:
+        HorovodTypeError: HOROVOD_ARGUMENT, for what is no handle.
+    """
+    if not isinstance(handle, Handle):
+        refuse_type("handle", handle, _HANDLE, _HANDLE_FIX)
     return handle.poll()
 
 
@@ -28,8 +36,13 @@ def synchronize(handle: Handle | Callable[[], Any]) -> Any:
     Raises:
         HorovodInternalError: HOROVOD_MISMATCH, HOROVOD_JOINED, HOROVOD_RANK_LEFT, HOROVOD_STALLED, HOROVOD_COLLECTIVE,
             HOROVOD_NEGOTIATION.
+        HorovodTypeError: HOROVOD_ARGUMENT, for what is no handle.
     """
-    return handle.wait() if isinstance(handle, Handle) else handle()
+    if isinstance(handle, Handle):
+        return handle.wait()
+    if not callable(handle):
+        refuse_type("handle", handle, _HANDLE, _HANDLE_FIX)
+    return handle()
 
 
 def submit(
@@ -49,7 +62,7 @@ def submit(
             f"{kind} is called on rank {runtime.rank()}, which is not in {process_set}",
             "Call it only where process_set.included() is true",
         )
-    for tensor in inputs:
+    for tensor in tensors_of(inputs):
         if tensor.is_sparse:
             refuse_value("tensor", f"{kind} of a sparse tensor", "Use sparse_allreduce_async, or tensor.to_dense()")
     request = Request(
@@ -62,14 +75,28 @@ def submit(
     return engine.submit(request, [one.detach() for one in inputs], [one.detach() for one in outputs], single=single)
 
 
+def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Return tensors as a list.
+
+    Raises:
+        HorovodTypeError: HOROVOD_ARGUMENT, if one is no tensor.
+    """
+    found = list(values)
+    for value in found:
+        if not isinstance(value, torch.Tensor):
+            fix = "Give torch.tensor(...) of numbers; hvd.allgather_object and hvd.broadcast_object send other objects"
+            refuse_type("tensor", value, "torch.Tensor", fix)
+    return found
+
+
 def new_like(tensors: Tensors) -> list[torch.Tensor]:
     """Return tensors for results, without values."""
-    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors_of(tensors)]
 
 
 def refuse_scalars(kind: str, tensors: Tensors) -> None:
     """Refuse tensors that have no first dimension."""
-    if any(tensor.dim() == 0 for tensor in tensors):
+    if any(tensor.dim() == 0 for tensor in tensors_of(tensors)):
         refuse_value("tensor", f"{kind} of a tensor without dimensions", "Give it one by tensor.reshape(1)")
 
 
