@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from machines import Machine, two_machines, why_none
 from quick_python import quick_python
-from ranks import QUICK
+from ranks import QUICK, free_port
 from train_jobs import curve, hears_interrupts, records, run_toolkit, wait_for_step, write_inputs, write_job
 
 from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
@@ -96,6 +97,7 @@ def test_a_run_goes_on_without_a_node_that_is_lost(root, nodes):
     )
     assert "rank 0 of 1" in shown
     found = records(root / "elastic")
+    assert json.loads((root / "elastic" / ".torchelastic.json").read_text())["run"] == "two"
     assert sorted(curve(root / "elastic")) == list(range(1, 61))
     assert all(record["epoch"] == pytest.approx(record["step"] * 8 / 239) for record in found if "loss" in record)
 
@@ -142,6 +144,39 @@ def test_a_node_that_comes_back_takes_part(tmp_path, nodes):
     ours, theirs = curve(root / "back"), curve(root / "alone")
     for step in range(1, 41):
         assert ours[step][0] == pytest.approx(theirs[step][0], rel=1e-3), step
+
+
+@pytest.mark.full
+def test_an_attempt_that_failed_early_leaves_the_deletion_to_the_next(tmp_path):
+    root = write_inputs(tmp_path)
+    job = write_job(root, "again", cluster={"gpus_per_node": 1}, train={"max_steps": 8, "save_steps": 4})
+    done = run_toolkit(root, "train", job, "--no-export", "--stop-after=4")
+    assert done.returncode == 0, done.stderr
+    before = (root / "again" / "checkpoint-4" / "state.json").read_text()
+    (root / "data.jsonl").rename(root / "away")
+    run = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    command = [str(quick_python()), *run, "-m", "toolkit", "train", str(job), "--no-export", "--overwrite"]
+    env = {**os.environ, **QUICK, "PYTHON_EXEC": str(quick_python())}
+    process = subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    shown = []
+    for line in process.stdout:
+        shown.append(line)
+        if "data.jsonl is not found" in line and (root / "away").exists():
+            (root / "away").rename(root / "data.jsonl")
+    assert process.wait() == 0, "".join(shown)
+    assert "resumed" not in "".join(shown)
+    assert sorted(curve(root / "again")) == list(range(1, 9))
+    assert (root / "again" / "checkpoint-4" / "state.json").read_text() != before
 
 
 def saved(folder: Path, step: int, at: float) -> None:
