@@ -136,3 +136,28 @@ def test_links_that_name_each_other(folder, capsys):
     (folder / "two").symlink_to("one")
     assert main(["validate", "one"]) == 2
     assert capsys.readouterr().err.strip().endswith("[FILE_UNREADABLE]")
+
+
+def test_fix_says_what_it_changed_and_what_is_left(folder, capsys):
+    (folder / "bad.json").write_text(json.dumps(SOUND | {"train_batch_size": "8", "fp16": {"enabled": True}}))
+    assert main(["validate", "bad.json", "--fix"]) == 2
+    said = capsys.readouterr().out
+    assert 'bad.json: train_batch_size: "8" → 8 (' in said
+    assert "left: error: bad.json" in said
+
+
+def test_the_log_is_printed(folder, capsys):
+    assert main(["validate", "bad.json", "--sarif", "-"]) == 2
+    assert json.loads(capsys.readouterr().out)["version"] == "2.1.0"
+    assert not Path("-").exists()
+    assert main(["validate", "bad.json", "--sarif", "-", "--json"]) == 2
+    assert "leave one out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"bf16": {"enabled": true},}', '{\n// zero 3\n"zero_optimization": {"stage": 3}}']
+)
+def test_json_that_cannot_be_read_is_no_job(folder, capsys, text):
+    (folder / "broken.json").write_text(text)
+    assert main(["validate", "broken.json"]) == 2
+    assert "[DEEPSPEED_SYNTAX]" in capsys.readouterr().err

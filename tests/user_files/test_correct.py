@@ -36,7 +36,7 @@ def folder(tmp_path, monkeypatch):
 
 def fix(*names):
     report = check_files(names)
-    texts, after = corrected(report)
+    texts, after, _ = corrected(report)
     copies = corrected_copies(report, texts)
     for path, text in copies.values():
         path.write_text(text)
@@ -100,3 +100,18 @@ def test_what_only_the_user_can_decide_is_left(folder):
     report, after, copies = fix("ds.json")
     assert copies == {}
     assert report.found == after.found != ()
+
+
+def test_json_keeps_its_form_and_each_change_is_said(folder):
+    text = '{\n   "train_batch_size": "8",\n   "gradient_cliping": 1.0,\n   "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "lr": 1e-5}},\n   "bf16": {"enabled": true},\n   "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}\n}\n'
+    (folder / "ds.json").write_text(text)
+    texts, _, changes = corrected(check_files(["ds.json"]))
+    wanted = text.replace('"8"', "8").replace('   "gradient_cliping": 1.0,\n', "")
+    assert texts["ds.json"] == wanted.replace("5e8}\n", '5e8},\n   "gradient_clipping": 1.0\n')
+    assert [(each.key, each.old, each.new) for each in changes] == [
+        ("train_batch_size", '"8"', "8"),
+        ("gradient_cliping", "1.0", ""),
+        ("gradient_clipping", "", "1.0"),
+    ]
+    assert "is not a key of DeepSpeed" in changes[1].reason
+    assert str(changes[1]).startswith("ds.json: gradient_cliping: deleted, was 1.0 (")

@@ -57,3 +57,10 @@ def test_no_report_repeats_a_credential(tmp_path, line):
     assert found.code == "DEEPSPEED_ENV_LINE"
     for shown in (str(found), str(found.as_dict()), json.dumps(sarif(report))):
         assert "s3cret" not in shown
+
+
+def test_rules_have_the_texts_of_the_page(tmp_path):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": "8", "gradient_cliping": 1.0}')
+    rules = sarif(check_files([tmp_path / "ds.json"]))["runs"][0]["tool"]["driver"]["rules"]
+    assert {rule["id"] for rule in rules} >= {"DEEPSPEED_VALUE", "DEEPSPEED_UNKNOWN"}
+    assert all(rule["fullDescription"]["text"] in rule["help"]["text"] for rule in rules)

@@ -53,7 +53,8 @@ def validate(
         bool, typer.Option("--fix", help="Write corrected copies beside your own files, such as ds.fixed.json.")
     ] = False,
     sarif: Annotated[
-        Path | None, typer.Option("--sarif", metavar="FILE", help="Write the findings in SARIF 2.1.0, for CI.")
+        Path | None,
+        typer.Option("--sarif", metavar="FILE", help="Write the findings in SARIF 2.1.0, for CI; - prints them."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -63,8 +64,8 @@ def validate(
     `toolkit validate ds.json accelerate.yaml args.yaml --fix`
 
     JSON keys of your own files: files (name, kind), findings (level: error, warning or note; code, file, line, key, value,
-    message, fix, source, fixable), counts of each level, facts; with --fix also fixed (new paths by name), after_fix; problems
-    where a file could not be written.
+    message, fix, source, fixable), counts of each level, facts; with --fix also fixed (new paths by name), changes (file, key,
+    old, new, reason), after_fix; problems where a file could not be written.
 
     JSON keys of a job: problems (code, key, message, fix, source, line), and when there are none warnings, model, cluster, batch
     (train, micro, accumulation, dp_size, tokens), pipeline (null, or schedule, pp, virtual_stages, micro_batches,
@@ -85,6 +86,10 @@ def validate(
     if not files:
         raise typer.BadParameter("name a job file, or your own configuration files", param_hint="JOB")
     if len(files) > 1 or fix or sarif is not None or _is_foreign(files[0]):
+        if as_json and str(sarif) == "-":
+            raise typer.BadParameter(
+                "its log takes the place of what --json prints: leave one out", param_hint="--sarif"
+            )
         if overrides or explain:
             raise typer.BadParameter(
                 "it belongs to one job file: leave it out, or name that alone",

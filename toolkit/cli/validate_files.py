@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from toolkit.config.key_lines import with_lines
 from toolkit.errors import Problem, RunError, SpecError, ToolkitError, raise_all
 from toolkit.io import check_writable, json_text, read_json_object, write_text
 from toolkit.user_files.check import check_files
-from toolkit.user_files.correct import corrected, corrected_copies
+from toolkit.user_files.correct import Change, corrected, corrected_copies
 from toolkit.user_files.kinds import KIND_WORDS
 from toolkit.user_files.read import read_file
 from toolkit.user_files.report import LEVELS, Found, Report, ordered
@@ -49,23 +50,29 @@ def validate_files(sources: Sequence[str], *, fix: bool, as_json: bool, sarif_fi
         RunError: OUTPUT_WRITE if a corrected copy or the SARIF log cannot be written.
     """
     report = _report(sources)
-    texts, after = corrected(report) if fix else ({}, None)
+    is_log_printed = sarif_file is not None and str(sarif_file) == "-"
+    log_file = None if is_log_printed else sarif_file
+    texts, after, changes = corrected(report) if fix else ({}, None, ())
     copies = corrected_copies(report, texts)
     targets = [(path, text) for path, text in copies.values()]
-    if sarif_file is not None:
-        targets.append((sarif_file, json_text(sarif(report), allow_nan=True)))
-    overwrites = [] if sarif_file is None else list(_overwrites(sarif_file, report, sources, copies))
+    if log_file is not None:
+        targets.append((log_file, json_text(sarif(report), allow_nan=True)))
+    overwrites = [] if log_file is None else list(_overwrites(log_file, report, sources, copies))
     refused = [*overwrites, *_write_all(targets, only_check=True)]
     problems = refused or _write_all(targets)
     unwritten = {problem.key for problem in problems}
     written = {} if refused else {name: path for name, (path, _) in copies.items() if str(path) not in unwritten}
-    after = None if problems else after
+    if problems:
+        after, changes = None, ()
     error_class = SpecError if overwrites else RunError
     if as_json:
-        result = _as_dict(report, written, after, fix=fix)
+        result = _as_dict(report, written, after, changes, fix=fix)
         print_json(result | ({"problems": [problem.as_dict() for problem in problems]} if problems else {}))
         return error_class.exit_code if problems else 0 if report.is_sound else SpecError.exit_code
-    _print(report, written, after, fix=fix)
+    if is_log_printed:
+        print_json(sarif(report))
+    else:
+        _print(report, written, after, changes, fix=fix)
     raise_all(error_class, problems)
     return 0 if report.is_sound else SpecError.exit_code
 
@@ -146,7 +153,9 @@ def _is_job(source: str) -> bool:
         return False
 
 
-def _print(report: Report, copies: dict[str, Path], after: Report | None, *, fix: bool) -> None:
+def _print(
+    report: Report, copies: dict[str, Path], after: Report | None, changes: tuple[Change, ...], *, fix: bool
+) -> None:
     for each in report.found:
         print_marked(each.level, str(each), style=_STYLES[each.level])
     if report.files:
@@ -154,6 +163,8 @@ def _print(report: Report, copies: dict[str, Path], after: Report | None, *, fix
     for fact in report.facts:
         print(fact)
     print(_counts(report))
+    for change in changes:
+        print(change)
     for name, path in copies.items():
         print(f"{name}: corrected copy in {path}")
     if fix and after is not None:
@@ -161,6 +172,9 @@ def _print(report: Report, copies: dict[str, Path], after: Report | None, *, fix
             print("nothing could be corrected without a decision of yours" if report.found else "nothing to correct")
         else:
             print(f"with the corrected copies: {_counts(after)}")
+            for each in after.found:
+                if each.level != "note":
+                    print(f"left: {each.level}: {each}")
     elif not fix and any(each.edits for each in report.found):
         say("`--fix` writes corrected copies beside the files.")
 
@@ -172,7 +186,9 @@ def _counts(report: Report) -> str:
     return ", ".join(f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items())
 
 
-def _as_dict(report: Report, copies: dict[str, Path], after: Report | None, *, fix: bool) -> dict[str, Any]:
+def _as_dict(
+    report: Report, copies: dict[str, Path], after: Report | None, changes: tuple[Change, ...], *, fix: bool
+) -> dict[str, Any]:
     result: dict[str, Any] = {
         "files": [{"name": file.name, "kind": file.kind} for file in report.files],
         "findings": [each.as_dict() for each in report.found],
@@ -181,6 +197,7 @@ def _as_dict(report: Report, copies: dict[str, Path], after: Report | None, *, f
     }
     if fix:
         result["fixed"] = {name: str(path) for name, path in copies.items()}
+        result["changes"] = [asdict(each) for each in changes]
     if after is not None:
         result["after_fix"] = [each.as_dict() for each in after.found]
     return result

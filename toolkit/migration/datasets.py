@@ -96,7 +96,7 @@ def _short(r: Reading, data: DataSet, note: str) -> None:
 
 # Names of the tools' keys for what the short form says by keys of its own.
 SHORT_KEYS: Mapping[str, tuple[str, ...]] = {
-    "name": ("name", "dataset_config", "subset"),
+    "name": ("name", "dataset_config", "dataset_config_name", "subset"),
     "revision": ("revision",),
     "format": ("type", "formatting"),
     "split": ("split", "dataset_train_split"),

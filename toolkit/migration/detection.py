@@ -29,6 +29,17 @@ _OF_EXAMPLES = frozenset(
         *("preprocessing_num_workers", "max_train_samples", "max_eval_samples", "keep_linebreaks", "overwrite_cache"),
     }
 )
+# Arguments of these scripts that other tools have too: a file is not Trainer's by them.
+_SHARED = frozenset(
+    [
+        "model_name_or_path",
+        "model_revision",
+        "trust_remote_code",
+        "dataset_name",
+        "streaming",
+        "preprocessing_num_workers",
+    ]
+)
 _LEAST_KEYS = 2  # that a table must know of a file, or all of a file that has fewer
 
 
@@ -50,6 +61,8 @@ def table_of(keys: Mapping[str, Any]) -> Table | None:
 
 def _is_key(key: str, value: Any, table: Table) -> bool:
     """Return whether a name is a table's key: `fp16` and `bf16` are sections of DeepSpeed, and switches of all others."""
+    if table is TRAINER and key in _SHARED:
+        return False
     return key not in ("fp16", "bf16") or isinstance(value, Mapping) == (table is DEEPSPEED)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.migration.table import Row, Subject, Table, carried, not_carried, not_needed
+from toolkit.migration.trainer_examples import EXAMPLE_ROWS, EXAMPLE_SUBJECTS
 from toolkit.migration.trainer_run import (
     best,
     eval_batch,
@@ -207,8 +208,8 @@ DEFAULTS: Mapping[str, Any] = {
 
 TRAINER = Table(
     tool="Trainer",
-    rows=ROWS,
-    subjects=SUBJECTS,
+    rows=(*ROWS, *EXAMPLE_ROWS),
+    subjects=(*SUBJECTS, *EXAMPLE_SUBJECTS),
     defaults=DEFAULTS,
-    source="transformers 5.24 TrainingArguments, and its names of 4.40 to 5.23",
+    source="transformers 5.24 TrainingArguments, its names of 4.40 to 5.23, and run_clm.py",
 )

@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MantissaNoDotYAML1_1Warning
 from ruamel.yaml.scalarstring import SingleQuotedScalarString
 
+from toolkit.credentials import masked, masked_text
 from toolkit.user_files.check import check_read
+from toolkit.user_files.json_edit import is_same, with_value, without
 from toolkit.user_files.read import UserFile, read_text
 from toolkit.user_files.report import Edit, Found, Report
 from toolkit.user_files.setup import located, references
@@ -27,28 +30,58 @@ _MAX_ROUNDS = 4
 _YAML_WORDS = frozenset({"yes", "no", "on", "off", "true", "false", "y", "n", "null", "~", ""})
 
 
-def corrected(report: Report) -> tuple[dict[str, str], Report]:
-    """Return the corrected text of each file that changes, by its name, and the report on the files as corrected.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change that a corrected copy has.
+
+    Args:
+        file: Name of the file.
+        key: Dotted path of the key; `line 3` in a file of lines.
+        old: What the file has there, as JSON; "" if it has nothing.
+        new: What its copy has; "" if it has nothing.
+        reason: The fault that it corrects.
+    """
+
+    file: str
+    key: str
+    old: str
+    new: str
+    reason: str
+
+    def __str__(self) -> str:
+        if not self.new:
+            what = f"deleted, was {self.old}" if self.old else "deleted"
+        else:
+            what = f"{self.old} → {self.new}" if self.old else f"added: {self.new}"
+        return f"{self.file}: {self.key}: {what} ({self.reason})"
+
+
+def corrected(report: Report) -> tuple[dict[str, str], Report, tuple[Change, ...]]:
+    """Return the corrected text of each file that changes, by its name, the report on the files as corrected, and each change.
 
     Corrections are made and the files checked again until nothing is left that can be corrected. A correction after which
     there are more errors than before is not made.
     """
     files, found = list(report.files), report
+    changes: list[Change] = []
     for _ in range(_MAX_ROUNDS):
-        edits = _edits(found.found)
-        changed = [_with_edits(file, edits.get(file.name, [])) for file in files]
+        chosen = _edits(found.found)
+        changed = [_with_edits(file, [edit for edit, _ in chosen.get(file.name, [])]) for file in files]
         if [file.text for file in changed] == [file.text for file in files]:
             break
         after = check_read(changed)
         if after.count("error") > found.count("error"):
             break
+        for old, new in zip(files, changed, strict=True):
+            if old.text != new.text:
+                changes += [_change(old, edit, each) for edit, each in chosen[old.name]]
         files, found = changed, after
     texts = {
         new.name: new.text
         for old, new in zip(report.files, files, strict=True)
         if new.text != old.text and old.path is not None
     }
-    return texts, found
+    return texts, found, tuple(changes)
 
 
 def corrected_copies(report: Report, texts: Mapping[str, str]) -> dict[str, tuple[Path, str]]:
@@ -94,9 +127,26 @@ def _free(path: Path) -> Path:
     return next(target for name in names if not os.path.lexists(target := path.with_name(name)))
 
 
-def _edits(found: Iterable[Found]) -> dict[str, list[Edit]]:
-    """Return the changes of each file; of two that set the same key the first counts."""
-    edits: dict[str, list[Edit]] = {}
+def _change(file: UserFile, edit: Edit, found: Found) -> Change:
+    if edit.action == "line":
+        number = int(edit.path[0])
+        old, key = file.text.splitlines()[number - 1], f"line {number}"
+        return Change(file=file.name, key=key, old=masked_text(old), new="", reason=found.message)
+    node: Any = file.keys
+    for part in edit.path:
+        node = node.get(part) if isinstance(node, Mapping) else None
+    key = ".".join(edit.path)
+    values = [
+        "" if value is None else json.dumps(masked(value, name=key), ensure_ascii=False, default=str)
+        for value in (node, edit.value)
+    ]
+    new = values[1] if edit.action == "set" else ""
+    return Change(file=file.name, key=key, old=values[0], new=new, reason=found.message)
+
+
+def _edits(found: Iterable[Found]) -> dict[str, list[tuple[Edit, Found]]]:
+    """Return the changes of each file, each with its fault; of two that set the same key the first counts."""
+    edits: dict[str, list[tuple[Edit, Found]]] = {}
     taken: set[tuple[str, tuple[str, ...]]] = set()
     for each in found:
         own = {(edit.file, edit.path) for edit in each.edits}
@@ -104,7 +154,7 @@ def _edits(found: Iterable[Found]) -> dict[str, list[Edit]]:
             continue
         taken |= own
         for edit in each.edits:
-            edits.setdefault(edit.file, []).append(edit)
+            edits.setdefault(edit.file, []).append((edit, each))
     return edits
 
 
@@ -125,9 +175,12 @@ def _with_edits(file: UserFile, edits: Sequence[Edit]) -> UserFile:
 
 
 def _edited_json(text: str, edits: Sequence[Edit]) -> str:
-    document = json.loads(text)
+    document, kept = json.loads(text), text
     for edit in edits:
         _apply(document, edit)
+        kept = without(kept, edit.path) if edit.action == "remove" else with_value(kept, edit.path, edit.value)
+    if is_same(kept, document):
+        return kept
     found = re.search(r"\n([ \t]+)\"", text)
     return json.dumps(document, indent=found.group(1) if found else 2, ensure_ascii=False) + "\n"
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,7 +28,7 @@ def sarif(report: Report) -> dict[str, Any]:
                     "driver": {
                         "name": "toolkit validate",
                         "version": version_of("accelerator-toolkit") or "0",
-                        "rules": [{"id": code, "shortDescription": {"text": _words(code)}} for code in codes],
+                        "rules": [_rule(code) for code in codes],
                     }
                 },
                 "columnKind": "unicodeCodePoints",
@@ -35,8 +38,28 @@ def sarif(report: Report) -> dict[str, Any]:
     }
 
 
-def _words(code: str) -> str:
-    return code.replace("_", " ").capitalize()
+def _rule(code: str) -> dict[str, Any]:
+    """Return a rule with its row in docs/errors.md; with the words of its code where the page is not installed."""
+    text = code_texts().get(code)
+    rule: dict[str, Any] = {"id": code, "shortDescription": {"text": code.replace("_", " ").capitalize()}}
+    if text is not None:
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+        rule |= {
+            "fullDescription": {"text": plain.replace("`", "")},
+            "help": {"text": f"{plain.replace('`', '')} See {code} in docs/errors.md.", "markdown": plain},
+        }
+    return rule
+
+
+@cache
+def code_texts() -> Mapping[str, str]:
+    """Return what docs/errors.md says of each code."""
+    package = Path(__file__).parents[1]
+    page = next(
+        (each for each in (package / "_errors.md", package.parent / "docs" / "errors.md") if each.is_file()), None
+    )
+    rows = () if page is None else re.findall(r"(?m)^\| `([A-Z][A-Z0-9_]+)` \| (.*) \|$", page.read_text("utf-8"))
+    return dict(rows)
 
 
 def _result(found: Found, index: int) -> dict[str, Any]:
