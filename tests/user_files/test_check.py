@@ -299,6 +299,12 @@ def test_nothing_is_derived_from_an_argument_under_a_wrong_name(check):
         ("accelerate launch train.py --num_processes 4", "warning", "LAUNCHER_OPTION"),
         ("python train.py --output_dir o --lr_scheduler cosine", "error", "ARGUMENT_UNKNOWN"),
         ("python train.py --learning_rate 1e-5 --data mine", "warning", "ARGUMENT_UNKNOWN"),
+        ("python train.py --learning_rate 1e-5 --opti adamw_torch", "error", "ARGUMENT_UNKNOWN"),
+        (
+            "python train.py --load_best_model_at_end --eval_strategy steps --eval_steps 2 --save_step 7",
+            "error",
+            "ARGUMENT_COMBINATION",
+        ),
         ("CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node=4 train.py", "error", "VISIBLE_GPUS"),
         ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --num_processes=4 train.py", "error", "VISIBLE_GPUS"),
     ],

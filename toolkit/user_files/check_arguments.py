@@ -146,7 +146,8 @@ def _begun(name: str, setup: Setup) -> list[str]:
 def _ambiguous(name: str, said: Said, setup: Setup, begun: list[str]) -> Found:
     """Return the finding of a beginning of several arguments, at which argparse exits unless the script declares it."""
     by_trl = setup.command is not None and setup.command[1].launcher == "trl"
-    is_sure = by_trl or ("_" in name and "output_dir" in setup.said)
+    is_slip = any(_is_slip(name, key) for key in begun)
+    is_sure = by_trl or is_slip or ("_" in name and "output_dir" in setup.said)
     message = f" is the beginning of {len(begun)} arguments: the parser exits{'' if is_sure else ' unless the script declares it itself'}"
     fix = f"Write one of {', '.join(f'--{key}' for key in begun[:8])}{' …' if len(begun) > 8 else ''}"
     return _found("error" if is_sure else "warning", said, message, fix, source=_PARSER, code="ARGUMENT_UNKNOWN")
@@ -156,8 +157,8 @@ def _misnamed(setup: Setup) -> set[str]:
     """Return the arguments that an earlier or a misspelt name stands for: their values are not known until it is corrected."""
     meant: set[str] = set()
     fields = _fields(setup)
-    for name in setup.said:
-        if name in fields:
+    for name, said in setup.said.items():
+        if name in fields or (said.is_text and _abbreviated(name, setup) is not None):
             continue
         near = nearest(name, list(fields))
         if RENAMED.get(name):
