@@ -14,6 +14,7 @@ import psutil
 import pytest
 from quick_python import quick_python
 from ranks import QUICK
+from train_jobs import hears_interrupts
 
 from toolkit.cli.app import main
 from toolkit.doctor import disks
@@ -85,7 +86,14 @@ def test_ctrl_c_ends_it_and_its_probes(tmp_path: Path) -> None:
     (tmp_path / "cc").chmod(0o755)
     command = [sys.executable, "-m", "toolkit", "doctor", "--seconds", "60"]
     environment = NO_CARDS | {"CC": str(tmp_path / "cc")}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hears_interrupts,
+    )
     deadline = time.monotonic() + 30
     while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
