@@ -302,7 +302,9 @@ RULES: dict[str, Rule] = {
     ),
     "parallel.offload": replace(_CONVERTED, fits=_same_devices),
     "parallel.offload_engine": replace(  # the state is one and the same; the order of its sums is not
-        _TOLD, counts=lambda now, then: {now.profile.name, then.profile.name} == {"optimizer-cpu"}
+        _TOLD,
+        counts=lambda now, then: {now.profile.name, then.profile.name} == {"optimizer-cpu"},
+        value=lambda plan: plan.offload_engine,
     ),
     "parallel.offload_ratio": replace(
         _CONVERTED, counts=lambda now, then: now.profile.partial and then.profile.partial
