@@ -280,7 +280,8 @@ sys.exit(max(codes))
 
 
 def test_pdsh_tells_the_others_when_a_node_fails(tools, tmp_path):
-    fails = TORCHRUN.replace("json.dump(", "(node == '1' and sys.exit(1)) or json.dump(")
+    waits = "import time\nwhile node == '1':\n    time.sleep(0.02)\n    os.path.exists('ready-0') and sys.exit(1)\n"
+    fails = TORCHRUN.replace('with open("started-', waits + 'with open("started-')
     environment = tools(pdsh=PDSH, torchrun=fails) | {"XDG_RUNTIME_DIR": str(tmp_path)}
     emit(make_plan(), "out", hosts=["alpha", "beta"], launchers=["pdsh"])
     run = start(environment, "bash", "out/pdsh.sh")
