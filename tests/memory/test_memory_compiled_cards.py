@@ -24,8 +24,8 @@ RUNS = {
     if run["mode"] == "toolkit" and "peak_bytes" in run
 }
 FUSED = [name for name in RUNS if ("compile" in name or "liger" in name) and not name.startswith("strategy-")]
-# One of Liger's and one compiled; the others take seconds to minutes each.
-QUICK = {"llama-3b-liger", "mistral-small-compile"}
+# One of Liger's; the others take seconds to minutes each. `kernels/test_compiled.py` compiles by default.
+QUICK = {"llama-3b-liger"}
 # transformers 5.17 recomputes around the compiled layer, later versions inside of it: the passes differ, not the peak.
 OTHER_NESTING = {"llama-3b-compile-ckpt"}
 # torch's loaded modules and engines keep scalars that are not foreseen, and fp8's scales: MiB of tens of GiB.

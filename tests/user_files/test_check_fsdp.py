@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import yaml
 
@@ -35,6 +37,10 @@ def test_the_verdict_is_the_plugins(tmp_path, monkeypatch, section, levels, rais
     cluster = {"distributed_type": "FSDP", "num_processes": 8, "num_machines": 1, "fsdp_config": section}
     (tmp_path / "acc.yaml").write_text(yaml.safe_dump(cluster))
     assert [each.level for each in check_files([tmp_path / "acc.yaml"]).found] == levels
+    for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:  # of a plugin made before
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FSDP_SYNC_MODULE_STATES", "false")  # which asks for a card
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     for key, value in section.items():
         monkeypatch.setenv(f"FSDP_{key.removeprefix('fsdp_').upper()}", str(value))
     try:
