@@ -229,7 +229,12 @@ class OverlappedOffload:
         """Zero the gradients of weights that have none in this step: unused ones decay and keep their moments' decay."""
         for weight, place, numel in self._of.own_parts(group):
             if weight not in self._seen:
-                (self._gradients if self._sums is None else self._sums)[group].narrow(0, place, numel).zero_()
+                self._held[group].narrow(0, place, numel).zero_()
+
+    @property
+    def _held(self) -> list[Tensor]:
+        """The gradients of a whole step by group: as they left the card, or the sums of its micro-batches."""
+        return self._gradients if self._sums is None else self._sums
 
     def _forget(self) -> None:
         self._norms, self._squares, self._seen = [], {}, set()
@@ -238,8 +243,7 @@ class OverlappedOffload:
         if arrived is not None:
             arrived.synchronize()
         place = piece.start - piece.owner * len(self._gradients[piece.group])
-        held = (self._gradients if self._sums is None else self._sums)[piece.group]
-        whole = (self._of.masters[piece.group].data, *moments, held, self._weights[piece.group])
+        whole = (self._of.masters[piece.group].data, *moments, self._held[piece.group], self._weights[piece.group])
         master, first, second, gradients, weights = (one.narrow(0, place, piece.numel) for one in whole)
         step(master, (first, second), gradients, weights, factors, threads=self._threads)
         with nullcontext() if self._up is None else torch.cuda.stream(self._up):
@@ -330,20 +334,17 @@ def threads_of_rank(node_size: int) -> int:
 def _units(model: nn.Module) -> dict[nn.Parameter, int]:
     """Return the part of the model that reads each weight first: 0 for what stands before the layers, then the layers, then the rest."""
     layers = decoder_layers(model)
-    units: dict[nn.Parameter, int] = {}
+    find: Any = getattr(model, "get_input_embeddings", None)
+    embeddings = None if find is None else find()
+    units = dict.fromkeys(embeddings.parameters() if isinstance(embeddings, nn.Module) else (), 0)
     for number, layer in enumerate(layers, start=1):
         for weight in layer.parameters():
             units.setdefault(weight, number)
-    find: Any = getattr(model, "get_input_embeddings", None)
-    embeddings = None if find is None else find()
-    first = set(embeddings.parameters()) if isinstance(embeddings, nn.Module) else set()
-    passed_layers = False
+    outside = 0  # until the first layer's weights have passed
     for weight in model.parameters():
-        if weight in units:
-            passed_layers = True
-            continue
-        units[weight] = 0 if weight in first or not passed_layers else len(layers) + 1
-    return {weight: min(unit, 0) if weight in first else unit for weight, unit in units.items()}
+        if units.setdefault(weight, outside) > 0:
+            outside = len(layers) + 1
+    return units
 
 
 def _before(layer: nn.Module, call: Callable[[], None]) -> Callable[[], None]:
