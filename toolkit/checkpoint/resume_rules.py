@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from toolkit.config.job import TORCH_ADAMW
+from toolkit.config.job import ADAMS, TORCH_ADAMW
 from toolkit.planning.plan import Plan
 
 _SHARDS = "its shards are for that layout"
@@ -158,25 +158,8 @@ _DATA = replace(
     _ORDER,
     counts=lambda now, then: now.job.data is not None and then.job.data is not None,  # else: the user's own script
 )
-_ADAM = replace(
-    _TOLD,
-    counts=_optimizer_is(
-        "adamw", "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "muon"
-    ),
-)
-_BETA = replace(
-    _TOLD,
-    counts=_optimizer_is(
-        "adamw",
-        "adamw_torch",
-        "adamw_torch_fused",
-        "adamw_8bit",
-        "paged_adamw_8bit",
-        "schedule_free_adamw",
-        "muon",
-        "lion",
-    ),
-)
+_ADAM = replace(_TOLD, counts=_optimizer_is(*ADAMS))
+_BETA = replace(_TOLD, counts=_optimizer_is(*ADAMS, "lion"))
 _BATCH = replace(_TOLD, counts=_same_batch)
 
 

@@ -69,6 +69,11 @@ Optimizer = Literal[
 ]
 # Those that torch makes, with the same state.
 TORCH_ADAMW: tuple[Optimizer, ...] = ("adamw_torch", "adamw_torch_fused")
+# Those with Adam's two decays and epsilon; Muon steps some weights by AdamW.
+ADAMS: tuple[Optimizer, ...] = (
+    *("adamw", *TORCH_ADAMW, "adamw_8bit", "paged_adamw_8bit"),
+    *("schedule_free_adamw", "muon"),
+)
 AnyOptimizer = Literal[Optimizer, "adamw_bnb_8bit"]  # `optimizer_named` reads the last one
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 Loss = Literal["full", "chunked", "liger"]

@@ -6,42 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from toolkit.catalog.parameters import names_adapted_instead, names_without_target
-from toolkit.config.job import Job, Samples
+from toolkit.config.job import ADAMS, Job, Samples
 from toolkit.errors import Problem
 from toolkit.planning.rules.adapters import lora_pattern_problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Keys that only some optimizers read (torch.optim, deepspeed ops/adam, ops/lion).
 _OPTIMIZER_KEYS = {
-    "adam_beta1": (
-        "adamw",
-        "adamw_torch",
-        "adamw_torch_fused",
-        "adamw_8bit",
-        "paged_adamw_8bit",
-        "schedule_free_adamw",
-        "muon",
-        "lion",
-    ),
-    "adam_beta2": (
-        "adamw",
-        "adamw_torch",
-        "adamw_torch_fused",
-        "adamw_8bit",
-        "paged_adamw_8bit",
-        "schedule_free_adamw",
-        "muon",
-        "lion",
-    ),
-    "adam_epsilon": (
-        "adamw",
-        "adamw_torch",
-        "adamw_torch_fused",
-        "adamw_8bit",
-        "paged_adamw_8bit",
-        "schedule_free_adamw",
-        "muon",
-    ),
+    "adam_beta1": (*ADAMS, "lion"),
+    "adam_beta2": (*ADAMS, "lion"),
+    "adam_epsilon": ADAMS,
     "momentum": ("sgd", "muon"),
 }
 
