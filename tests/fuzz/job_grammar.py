@@ -86,7 +86,7 @@ def typical(rng: random.Random, annotation: Any, name: str = "") -> Any:
         fields = annotation.model_fields
         chosen = rng.sample(sorted(fields), min(len(fields), rng.randrange(1, 4)))
         required = [key for key, field in fields.items() if field.is_required()]
-        return {key: typical(rng, fields[key].annotation, key) for key in {*chosen, *required}}
+        return {key: typical(rng, fields[key].annotation, key) for key in dict.fromkeys((*chosen, *required))}
     if annotation is bool:
         return rng.random() < 0.5
     if annotation is int:
