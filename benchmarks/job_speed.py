@@ -7,7 +7,9 @@ memory, seconds a step, the time to the first step, and with `--profile` the sec
     python benchmarks/job_speed.py tests/data/cards/speed_cases.yaml --out rows.jsonl
     python benchmarks/job_speed.py cases.yaml --out rows.jsonl --only llama-3b-compile --mode toolkit trainer-zero3 trainer-liger
     python benchmarks/job_speed.py tests/data/cards/two_card_cases.yaml --gpus 2 --out rows.jsonl --mode toolkit torch-fsdp2
+    python benchmarks/job_speed.py tests/data/cards/architecture_cases.yaml --foresee --out rows.jsonl
 
+With `--foresee` a row also has what the estimate of this machine's packages says, which is made while the run imports.
 Modes: `toolkit` runs the job by `tk.initialize`; `trainer-zero3` the same micro batch, accumulation and method by Trainer
 with the usual ZeRO-3 file and checkpointing; `trainer-liger` by Trainer with Liger's kernels and ZeRO-2; `trainer-offload` by
 Trainer with ZeRO-2 and the optimizer on the host; `torch-fsdp2` the
@@ -318,6 +320,34 @@ def profiled_operations(step: Any) -> list[list[Any]]:
     return sorted(rows, key=lambda row: -max(row[3:]))[:200]
 
 
+def foreseen(case: Mapping[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the peaks that the estimate foresees for a run of the toolkit, bytes."""
+    import toolkit as tk
+
+    folder.mkdir()
+    try:
+        report = tk.estimate(plan_of(case, folder, gpu=options.gpu, gpus=options.gpus))
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {str(error)[:400]}"}
+    phases = {name: phase.allocated_bytes for name, phase in report.ranks[0].phases.items()}
+    host = max(report.host.bytes_per_rank.values())
+    return {"peak_bytes": phases, "peak_allocated_bytes": report.peak_allocated_bytes, "host_peak_bytes": host}
+
+
+def beside(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return measured less foreseen, in parts of what was foreseen: of each measured phase and of the whole."""
+    told = row.get("foreseen", {})
+    if not row.get("peak_bytes") or "peak_bytes" not in told:
+        return {}
+    pairs = {
+        name: (row["peak_bytes"][name], told["peak_bytes"][name])
+        for name in told["peak_bytes"]
+        if name in row["peak_bytes"]
+    }
+    pairs["peak"] = (row["peak_allocated_bytes"], told["peak_allocated_bytes"])
+    return {name: round(measured / said - 1, 5) for name, (measured, said) in pairs.items() if said}
+
+
 def kernel_kind(name: str) -> str:
     low = name.lower()
     for kind, words in {
@@ -442,6 +472,7 @@ def main() -> None:
     parser.add_argument("--mode", nargs="+", choices=MODES, help="in place of the modes that a case names, or toolkit")
     parser.add_argument("--gpu", default="h200-sxm-141gb")
     parser.add_argument("--gpus", type=int, default=1, help="cards of this machine")
+    parser.add_argument("--foresee", action="store_true", help="also estimate the runs of the toolkit")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--traces", type=Path, help="folder for rank 0's traces of the profiled steps")
     parser.add_argument("--seconds", type=float, default=1e9, help="starts no run after this time")
@@ -460,11 +491,13 @@ def main() -> None:
                 ahead.append(Started(runs[index], Path(folder) / str(index), 29600 + index, options))
             if time.monotonic() > end:
                 break
-            row = ahead.pop(0).finish()
+            told = options.foresee and runs[number]["mode"] == "toolkit"
+            foresaw = {"foreseen": foreseen(runs[number], Path(folder) / f"foreseen-{number}", options)} if told else {}
+            row = ahead.pop(0).finish() | foresaw
             out.write(json.dumps(row) + "\n")
             out.flush()
             shown = {key: row.get(key) for key in ("id", "mode", "step_seconds", "run_seconds", "failed")}
-            print(json.dumps(shown), flush=True)
+            print(json.dumps(shown | beside(row)), flush=True)
         for started in ahead:
             started.kill()
 
