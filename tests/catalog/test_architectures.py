@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from toolkit.catalog.architectures import architecture_of, causal_lm_types, class_problems
+from toolkit.catalog.architectures import architecture_of, causal_lm_types
 from toolkit.catalog.models import resolve_model
+from toolkit.catalog.tasks import class_problems
 from toolkit.config.job import Model
 from toolkit.errors import SpecError
 
@@ -95,44 +95,6 @@ def test_code_of_the_folder_is_read_where_it_may_run(tmp_path: Path) -> None:
     unknown = architecture_of(other, trust_remote_code=True, folder=tmp_path)
     assert unknown is not None
     assert unknown.attention is None
-
-
-@pytest.mark.parametrize(
-    ("config", "code", "says"),
-    [
-        ({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}, "MODEL_TASK", "a BertLMHeadModel"),
-        (
-            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
-            "MODEL_TASK",
-            "LlamaForCausalLM",
-        ),
-        ({"model_type": "qwen3", "architectures": ["Qwen3Model"]}, "MODEL_TASK", "Qwen3ForCausalLM, which has a head"),
-        ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "MODEL_TASK", "images"),
-        ({"model_type": "gemma3"}, "MODEL_TASK", "Gemma3ForConditionalGeneration"),
-        (
-            {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"]},
-            "MODEL_TASK",
-            "Llama4ForCausalLM",
-        ),
-        (
-            {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
-            "MODEL_CLASS",
-            "ViTForImageClassification",
-        ),
-        ({"model_type": "nobody", "architectures": ["NobodyForCausalLM"]}, "MODEL_CLASS", "model_type=nobody"),
-        ({"model_type": "llama", "architectures": ["LLaMAForCausalLM"]}, None, ""),
-        ({"model_type": "llama"}, None, ""),
-        ({"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}, None, ""),
-        ({"model_type": "mpt", "architectures": ["MPTForCausalLM"]}, None, ""),
-        ({"architectures": ["LlamaForCausalLM"]}, None, ""),
-    ],
-)
-def test_what_a_folder_holds_is_what_would_be_built(config: dict[str, Any], code: str | None, says: str) -> None:
-    found = list(class_problems(config, name="folder", trust_remote_code=False))
-    assert [problem.code for problem in found] == ([] if code is None else [code])
-    for problem in found:
-        assert says in problem.message
-        assert (config.get("architectures") or [says])[0] in problem.message
 
 
 def test_a_config_without_a_decoders_sizes_says_what_it_is_of(tmp_path: Path) -> None:

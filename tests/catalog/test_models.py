@@ -137,9 +137,9 @@ def test_a_config_that_is_no_object(tmp_path: Path, content: bytes) -> None:
     assert str(tmp_path / "config.json") in refused(str(tmp_path), "MODEL_CONFIG_INVALID")
 
 
-def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
+def test_encoder_decoders_are_no_causal_language_models(tmp_path: Path) -> None:
     write(tmp_path, {**UNKNOWN, "model_type": "t5", "is_encoder_decoder": True})
-    assert "t5" in refused(str(tmp_path), "MODEL_NOT_DECODER")
+    assert "t5" in refused(str(tmp_path), "MODEL_NOT_DECODER", task="causal-lm")
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "folder"])

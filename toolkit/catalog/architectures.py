@@ -7,19 +7,32 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.config.job import Attention
-from toolkit.errors import Problem
+from toolkit.config.job import Attention, Task
 
-# Suffix of multimodal classes (Gemma3ForConditionalGeneration) among the causal language models of transformers.
-# Encoder-decoders have the same suffix, and are not causal language models.
-_MULTIMODAL = "ForConditionalGeneration"
+# The mapping of transformers that has a task's class of each model type (models/auto/modeling_auto.py), and the class that looks it up.
+_MAPPINGS: Mapping[Task, str] = {
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "image-text-to-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+}
+AUTO_CLASSES: Mapping[Task, str] = {
+    "causal-lm": "AutoModelForCausalLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "image-text-to-text": "AutoModelForImageTextToText",
+}
 # Base of every layer that can recompute (transformers modeling_layers.py); a file that names `AutoModel` uses another
 # model's layers.
 _CHECKPOINTED = "GradientCheckpointingLayer"
@@ -30,7 +43,7 @@ _INHERITED: Mapping[str, Any] = {_SDPA: False, _FLASH: False, _KERNELS: None}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The model class that `AutoModelForCausalLM` builds from a configuration.
+    """The model class that transformers builds from a configuration for a task.
 
     Args:
         class_name: Name of the model class.
@@ -45,13 +58,17 @@ class Architecture:
     checkpoints: bool | None = None
 
 
-def runs_own_code(config: Mapping[str, Any], *, trust_remote_code: bool) -> bool:
+def runs_own_code(config: Mapping[str, Any], *, trust_remote_code: bool, task: Task = "causal-lm") -> bool:
     """Return whether the model is built by code from its repository."""
-    return trust_remote_code and _own_class(config) is not None
+    return trust_remote_code and own_class_name(config, task) is not None
 
 
 def architecture_of(
-    config: Mapping[str, Any], *, trust_remote_code: bool = False, folder: Path | None = None
+    config: Mapping[str, Any],
+    *,
+    trust_remote_code: bool = False,
+    folder: Path | None = None,
+    task: Task = "causal-lm",
 ) -> Architecture | None:
     """Find the class that is built from a configuration.
 
@@ -59,91 +76,48 @@ def architecture_of(
         config: Content of config.json.
         trust_remote_code: Whether code from the model's repository may run.
         folder: Folder with that code; None for a repository on the hub.
+        task: Value of `model.task`.
     Returns:
-        The class, or None if it cannot be determined: transformers is not installed, it has no causal language model of
-        this type (`causal_lm_types` lists those it has), or the code is on the hub.
+        The class, or None if it cannot be determined: transformers is not installed, it has no class of this type for the
+        task (`task_classes` lists those it has), or the code is on the hub.
     """
-    if runs_own_code(config, trust_remote_code=trust_remote_code):
-        module, _, own = str(_own_class(config)).rpartition(".")
+    if runs_own_code(config, trust_remote_code=trust_remote_code, task=task):
+        module, _, own = str(own_class_name(config, task)).rpartition(".")
         source = None if folder is None or "--" in module else _text(folder / f"{module}.py")
         return None if source is None else _architecture(own, source, folder)
-    name = causal_lm_types().get(str(config.get("model_type")))
-    return None if name is None else _built_in(name)
+    name = task_classes(task).get(str(config.get("model_type")))
+    return None if name is None else _built_in(name, task)
 
 
-def class_problems(config: Mapping[str, Any], *, name: str, trust_remote_code: bool) -> Iterator[Problem]:
-    """Yield the problems of building a folder's model as the causal language model that the plan assumes.
-
-    Args:
-        config: Content of config.json.
-        name: Name of the model in the job.
-        trust_remote_code: Whether code from the model's repository may run; such a model cannot be checked.
-    """
-    types, model_type = causal_lm_types(), config.get("model_type")
-    if not types or not isinstance(model_type, str) or runs_own_code(config, trust_remote_code=trust_remote_code):
-        return
-    declared = config.get("architectures")
-    named = [str(entry) for entry in declared] if isinstance(declared, list | tuple) else []
-    built = types.get(model_type)
-    if built is None:
-        yield no_class(model_type, named, name=name, brings_code=_own_class(config) is not None)
-    elif named and built.lower() not in (entry.lower() for entry in named):  # old folders write LLaMAForCausalLM
-        why = f"what would be trained is a {built}" + (", which has a head" if named[0].endswith("Model") else "")
-        yield _other_task(name, named[0], why, f"Name a folder with a {built}")
-    elif built.endswith(_MULTIMODAL):
-        why = "it also reads images or audio, which no data format here provides"
-        yield _other_task(name, built, why, "Name a folder with its language model alone")
-
-
-def no_class(
-    model_type: str, architectures: Sequence[str] = (), *, name: str | None = None, brings_code: bool = False
-) -> Problem:
-    """Return the problem MODEL_CLASS: the installed transformers has no causal language model of a type."""
-    named = f" ({', '.join(architectures)})" if architectures else ""
-    given = "" if name is None else f"model={name}: "
-    own = ", or set model.trust_remote_code to true, which runs the code of its repository" if brings_code else ""
-    return Problem(
-        code="MODEL_CLASS",
-        key="model",
-        message=f"{given}model_type={model_type}{named} has no causal language model in the installed transformers",
-        fix=f"Choose a decoder model, or update transformers{own}",
-        source="transformers models/auto/modeling_auto.py MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    )
-
-
-def _other_task(name: str, architecture: str, why: str, fix: str) -> Problem:
-    return Problem(
-        code="MODEL_TASK",
-        key="model",
-        message=f"model={name} is a {architecture}, whose task is not supported: {why}",
-        fix=f"{fix}; this version trains causal language models",
-        source="architectures of its config.json",
-    )
-
-
-@lru_cache(maxsize=1)
-def causal_lm_types() -> Mapping[str, str]:
-    """Return the class of each model type that has a causal language model; empty if transformers is not installed.
+@cache
+def task_classes(task: Task) -> Mapping[str, str]:
+    """Return the class of each model type that has one for a task; empty if transformers is not installed.
 
     Source:
-        transformers models/auto/modeling_auto.py MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, which `AutoModelForCausalLM` looks up.
+        transformers models/auto/modeling_auto.py, the mapping that the task's `AutoModelFor…` looks up.
     """
     root = _models()
     text = None if root is None else _text(root / "auto" / "modeling_auto.py")
-    return {} if text is None else dict(_pairs(text, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+    return {} if text is None else dict(_pairs(text, _MAPPINGS[task]))
 
 
-def _own_class(config: Mapping[str, Any]) -> str | None:
+def causal_lm_types() -> Mapping[str, str]:
+    """Return the class of each model type that has a causal language model; empty if transformers is not installed."""
+    return task_classes("causal-lm")
+
+
+def own_class_name(config: Mapping[str, Any], task: Task) -> str | None:
+    """Return the class in the code of a model's repository that its config.json names for a task; None if there is none."""
     own = config.get("auto_map")
-    name = own.get("AutoModelForCausalLM") if isinstance(own, Mapping) else None
+    name = own.get(AUTO_CLASSES[task]) if isinstance(own, Mapping) else None
     return name if isinstance(name, str) and name else None
 
 
 @cache
-def _built_in(name: str) -> Architecture:
+def _built_in(name: str, task: Task) -> Architecture:
     """Read a class of transformers; some types use the class of another type, which is defined in that type's module."""
     root = _models()
-    types = [model_type for model_type, built in causal_lm_types().items() if built == name]
+    types = [model_type for model_type, built in task_classes(task).items() if built == name]
     for folder in () if root is None else (root / _module_of(model_type) for model_type in types):
         for file in sorted(folder.glob("modeling_*.py")):
             if (text := _text(file)) is not None and _block(text, name) is not None:

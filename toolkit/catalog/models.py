@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal, cast
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from toolkit.catalog.architectures import class_problems
 from toolkit.catalog.dimensions import read_dimensions
 from toolkit.catalog.files import configs_root, read_config
 from toolkit.catalog.parameters import count_parameters
 from toolkit.catalog.rope import longest, with_rope_scaling
+from toolkit.catalog.tasks import class_problems, task_of
 from toolkit.catalog.weights import Weights, count_stored_parameters, find_weights
 from toolkit.config.fields import Word, adapter_of
-from toolkit.config.job import Model
+from toolkit.config.job import Model, Task
 from toolkit.config.paths import is_file, path_kind, shown
 from toolkit.errors import Problem, SpecError, raise_all
 from toolkit.io import read_json_object
@@ -267,13 +267,14 @@ def _build(
     hub_id: str | None = None,
     weights: Weights | None = None,
 ) -> ModelSpec:
-    if config.get("is_encoder_decoder"):
+    task = task_of(model, config)
+    if config.get("is_encoder_decoder") and task == "causal-lm":
         raise SpecError.of(
             code="MODEL_NOT_DECODER",
             key=_KEY,
-            message=f"model={shown(model.name)} is an encoder-decoder (model_type {config.get('model_type')}): only "
-            "causal language models are supported",
-            fix="Name a decoder-only model",
+            message=f"model={shown(model.name)} is an encoder-decoder (model_type {config.get('model_type')}), which "
+            "task=causal-lm does not train",
+            fix="Name a decoder-only model, or set model.task to seq2seq-lm",
         )
     config = with_rope_scaling(config, model)
     try:
@@ -286,7 +287,7 @@ def _build(
             sizes = replace(sizes, max_position_embeddings=longest(scaling, limit))
     except SpecError:
         # A config without the sizes of a decoder may not be of a decoder; report that first.
-        raise_all(SpecError, class_problems(config, name=shown(model.name), trust_remote_code=model.trust_remote_code))
+        raise_all(SpecError, _class_problems(model, config, task))
         raise
     counted = count_parameters(config)
     stored = None
@@ -303,6 +304,10 @@ def _build(
         num_parameters=stored if counted is None else counted.total,
         **{field.name: getattr(sizes, field.name) for field in fields(sizes)},
     )
+
+
+def _class_problems(model: Model, config: dict[str, Any], task: Task) -> Iterator[Problem]:
+    return class_problems(config, name=shown(model.name), trust_remote_code=model.trust_remote_code, task=task)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

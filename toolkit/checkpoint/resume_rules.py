@@ -322,6 +322,9 @@ RULES: dict[str, Rule] = {
     # The model that is trained; with adapters the base weights come from the job's model, not from the checkpoint.
     "model.name": replace(_TOLD, counts=_beside_read_weights, value=lambda plan: plan.model.name),
     "model.revision": replace(_TOLD, counts=_beside_read_weights, value=lambda plan: plan.model.revision),
+    "model.task": replace(
+        _REFUSED, value=lambda plan: plan.settings.task, why="its checkpoint has the head of another task"
+    ),
     "model.init": replace(_REFUSED, counts=_with_adapters, why="its adapters were trained on those weights"),
     "model.tokenizer": _CONTENT,
     **_each(_ORDER, "model", "added_tokens added_special_tokens"),

@@ -49,6 +49,14 @@ from toolkit.config.user_code import UserCode
 HANG_TIMEOUT_MINUTES = 10.0
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+Task = Literal[
+    "causal-lm",
+    "sequence-classification",
+    "token-classification",
+    "masked-lm",
+    "seq2seq-lm",
+    "image-text-to-text",
+]
 KernelPackage = Literal["mamba-ssm", "causal-conv1d", "flash-linear-attention"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -129,6 +137,10 @@ class Model(Section):
     """Hub id or folder of the tokenizer, where it is not the model's own."""
     trust_remote_code: StrictBool = False
     """Whether to run the Python code that the model's repository ships."""
+    task: Task | None = None
+    """What the model is trained to do, by the hub's names, which decides its class and head; when left out, what `architectures` of its
+    config.json says, such as `sequence-classification` for BertForSequenceClassification.
+    """
     init: Literal["pretrained", "random"] | None = None
     """`pretrained` loads the weights; `random` draws them from `train.seed`."""
     added_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from toolkit.arguments import shown
-from toolkit.catalog.architectures import no_class
+from toolkit.catalog.tasks import no_class
 from toolkit.errors import PlanError, SpecError, ToolkitError, first_line
 from toolkit.planning.plan import Plan
 

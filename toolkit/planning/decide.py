@@ -6,8 +6,9 @@ from typing import Any
 
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
+from toolkit.catalog.tasks import default_task
 from toolkit.config.fields import PipelineSchedule, share_of_run
-from toolkit.config.job import Attention, Dtype, Fp8, Job, PartitionWay, Precision
+from toolkit.config.job import Attention, Dtype, Fp8, Job, PartitionWay, Precision, Task
 from toolkit.planning.batch import TARGET_MICRO_BATCH_TOKENS, Batch, default_micro, solve_batch
 from toolkit.planning.chooser import Chooser
 from toolkit.planning.offload import PROFILES
@@ -92,6 +93,7 @@ def decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
             "the training micro batch",
         ),
         sequence_length=sequence_length,
+        task=_decide_task(job, model, chooser),
         init=chooser.choose("model.init", job.model.init, "pretrained", "fine-tuning starts from the model's weights"),
         precision=precision,
         gradient_accumulation_dtype=accumulation_dtype,
@@ -126,6 +128,13 @@ def decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
         kernels=chooser.choose("train.kernels", train.kernels, "eager", "no extra package, on any device"),
         **_decide_pipeline(job, model, sequence_length, chooser),
     )
+
+
+def _decide_task(job: Job, model: ModelSpec, chooser: Chooser) -> Task:
+    if job.model.task is not None:
+        return job.model.task
+    task, reason = default_task(model.config)
+    return chooser.derive("model.task", task, reason)
 
 
 def _note_card(job: Job, gpu: Gpu, chooser: Chooser) -> None:

@@ -19,7 +19,7 @@ from toolkit.config.fields import (
     ZeroStage,
     adapter_of,
 )
-from toolkit.config.job import Attention, Dtype, Job, Kernels, Precision
+from toolkit.config.job import Attention, Dtype, Job, Kernels, Precision, Task
 from toolkit.planning.batch import Batch
 
 Source = Literal["job", "default", "derived", "deepspeed", "planner"]
@@ -72,6 +72,7 @@ class Settings:
         pipeline_schedule: Order of the passes of a pipeline.
         virtual_stages: Stages of each rank of a pipeline.
         partition: Decoder layers of each stage, first to last; empty without a pipeline.
+        task: What the model is trained to do.
     """
 
     batch: Batch
@@ -100,6 +101,7 @@ class Settings:
     pipeline_schedule: PipelineSchedule = "1f1b"
     virtual_stages: Count = 1
     partition: tuple[Count, ...] = ()
+    task: Task = "causal-lm"
 
     @property
     def dtype(self) -> Dtype:
@@ -198,6 +200,7 @@ def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> li
         "parallel.sequence_parallel": (job.parallel.sequence_parallel, settings.sequence_parallel),
         "parallel.pipeline_schedule": (job.parallel.pipeline_schedule, settings.pipeline_schedule),
         "parallel.virtual_stages": (job.parallel.virtual_stages, settings.virtual_stages),
+        "model.task": (job.model.task, settings.task),
         "model.init": (job.model.init, settings.init),
         "deepspeed.zero_optimization.sub_group_size": (None, settings.sub_group_size),
         "deepspeed.zero_optimization.reduce_bucket_size": (None, settings.reduce_bucket_size),

@@ -70,9 +70,21 @@ def test_soft_capped_scores_need_a_kernel_that_caps() -> None:
 
 @pytest.mark.parametrize("to_run", [True, False], ids=["validate", "estimate"])
 def test_another_task_is_refused_for_an_estimate_as_well(to_run: bool) -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError, match="task=sequence-classification") as caught:
         plan_with(model_with(architectures=["LlamaForSequenceClassification"]), to_run=to_run)
-    assert caught.value.codes == ("MODEL_TASK",)
+    assert caught.value.codes == ("TASK_UNSUPPORTED",)
+
+
+def test_the_plan_has_the_task_and_where_it_came_from() -> None:
+    plan = plan_with(model_of("llama-3.2-1b"))
+    assert plan.settings.task == "causal-lm"
+    (choice,) = (one for one in plan.choices if one.key == "model.task")
+    assert (choice.source, choice.reason) == ("derived", "config.json says no other task")
+    written = resolve_with(
+        job_of(model={"name": "llama-3.2-1b", "task": "causal-lm"}), model=plan.model, gpu=gpu_of("h100-sxm-80gb")
+    )
+    (choice,) = (one for one in written.choices if one.key == "model.task")
+    assert choice.source == "job"
 
 
 def test_an_xlstm_that_generates_cannot_train_in_16_bit() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.catalog.architectures import Architecture, architecture_of, class_problems
+from toolkit.catalog.architectures import Architecture, architecture_of
+from toolkit.catalog.tasks import NOUNS, class_problems
+from toolkit.config.job import Task
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 from toolkit.topology.grid import join
@@ -12,16 +14,29 @@ from toolkit.topology.grid import join
 MAX_LABELS = 1_000_000
 
 
-def causal_language_model(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Require that the folder has a causal language model, which is what is planned and estimated."""
-    model = draft.model
-    yield from class_problems(model.config, name=model.name, trust_remote_code=draft.job.model.trust_remote_code)
+# Tasks that are planned, estimated and trained.
+SUPPORTED_TASKS: tuple[Task, ...] = ("causal-lm",)
+
+
+def class_of_task(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Require that transformers has a class of the model for its task, and that the task is one that is trained."""
+    model, task = draft.model, draft.settings.task
+    if task not in SUPPORTED_TASKS:
+        yield Problem(
+            code="TASK_UNSUPPORTED",
+            key="model.task",
+            message=f"task={task}: a {NOUNS[task]} is neither estimated nor trained by this version",
+            fix=f"Set model.task to {join(SUPPORTED_TASKS)}, with a model of that task",
+        )
+    trusted = draft.job.model.trust_remote_code
+    yield from class_problems(model.config, name=model.name, trust_remote_code=trusted, task=task)
 
 
 def _built(draft: UncheckedPlan) -> Architecture | None:
     model = draft.model
     folder = model.path if model.origin == "folder" else None
-    return architecture_of(model.config, trust_remote_code=draft.job.model.trust_remote_code, folder=folder)
+    trusted, task = draft.job.model.trust_remote_code, draft.settings.task
+    return architecture_of(model.config, trust_remote_code=trusted, folder=folder, task=task)
 
 
 def layers_that_recompute(draft: UncheckedPlan) -> Iterator[Problem]:
@@ -99,4 +114,4 @@ def few_labels(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
-RULES = (causal_language_model, attention_of_class, layers_that_recompute, mode_that_trains, few_labels)
+RULES = (class_of_task, attention_of_class, layers_that_recompute, mode_that_trains, few_labels)
