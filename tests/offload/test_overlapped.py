@@ -13,6 +13,7 @@ from ranks import leave_group, run_distributed
 from tiny_plans import RANKS, step_batches, tiny_plan
 
 import toolkit as tk
+from toolkit.memory.engines.stage12 import KEPT_GRADIENTS, KEPT_STATE
 from toolkit.offload import overlapped
 
 ADAM = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
@@ -25,18 +26,30 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "lora": (LORA, {"zero_stage": 1}, False),
     "fp16 overflow": ({}, {"zero_stage": 2}, True),
     "tied, chunked loss": ({"loss": "chunked"}, {"zero_stage": 2}, False),
+    "a share on the card": ({}, {"zero_stage": 2, "offload_ratio": 0.4}, False),
+    "a share on the card, fp32 sums": (
+        {"precision": "bf16", "gradient_accumulation_dtype": "fp32"},
+        {"zero_stage": 1, "offload_ratio": 0.7},
+        False,
+    ),
 }
 ENGINES = ("overlapped", "deepspeed")
 STEPS, SAVED = 6, 3
+# Runs that are saved, and by which others the saved ones go on.
+SHARED = "a share on the card"
+ACROSS = {("fp32", "overlapped"): ("fp32", "deepspeed"), ("fp32", "deepspeed"): ("fp32", "overlapped"),
+          (SHARED, "overlapped"): ("fp32", "deepspeed"), (SHARED, "deepspeed"): (SHARED, "overlapped")}  # fmt: skip
 
 
 def plan_of(case: str, engine: str) -> Any:
     train, parallel, half = CASES[case]
+    profile = "optimizer-cpu-partial" if "offload_ratio" in parallel and engine == "overlapped" else "optimizer-cpu"
+    parallel = {key: value for key, value in parallel.items() if key != "offload_ratio" or "partial" in profile}
     plan = tiny_plan(
         "llama-tied" if "tied" in case else "llama",
         ranks=RANKS,
         train=ADAM | {"gradient_accumulation_steps": 2} | train,
-        parallel={"offload": "optimizer-cpu", "offload_engine": engine, **parallel},
+        parallel={"offload": profile, "offload_engine": engine, **parallel},
     )
     if half:
         plan = dataclasses.replace(
@@ -55,7 +68,9 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
         for case in CASES:
             for engine in ENGINES:
                 found[case, engine] = train(rank, case, engine, Path(folder))
-        found["across"] = {engine: resume(rank, engine, Path(folder)) for engine in ENGINES}
+        found["across"] = {
+            goes_on: resume(rank, *goes_on, Path(folder) / "-".join(saved)) for goes_on, saved in ACROSS.items()
+        }
     return found
 
 
@@ -67,19 +82,30 @@ def train(rank: int, case: str, engine: str, folder: Path) -> dict[str, Any]:
         for step in range(STEPS):
             losses.append(float(run.step(step_batches(step, ranks=RANKS)[rank][:2])))
             norms.append(run.gradient_norm)
-            if case == "fp32" and step + 1 == SAVED:
-                tk.save(run, folder / engine)
+            on_card = bytes_on_card(run)
+            if (case, engine) in ACROSS.values() and step + 1 == SAVED:
+                tk.save(run, folder / f"{case}-{engine}")
         evaluated = run.evaluate(step_batches(99, ranks=RANKS)[rank])
         weights = [value.detach().float().numpy().copy() for value in run.model.parameters()]
         skipped = run.engine.skipped_steps
-    return {"losses": losses, "norms": norms, "evaluated": evaluated, "weights": weights, "skipped": skipped}
+    return {
+        "losses": losses, "norms": norms, "evaluated": evaluated, "weights": weights, "skipped": skipped, "on card": on_card,
+    }  # fmt: skip
 
 
-def resume(rank: int, engine: str, folder: Path) -> list[float]:
-    """Go on by one engine from what the other one saved."""
-    (other,) = (one for one in ENGINES if one != engine)
-    with tk.initialize(plan_of("fp32", engine)) as run:
-        tk.load(run, folder / other)
+def bytes_on_card(run: Any) -> dict[str, int]:
+    """Return the bytes of what the card has for its share of the step, by the names that the estimate has for them."""
+    of_card = run._engine.overlapped._of_card if run.plan.offload_engine == "overlapped" else ()
+    return {
+        KEPT_GRADIENTS: sum(each.gradients.nbytes for each in of_card),
+        KEPT_STATE: sum(tensor.nbytes for each in of_card for tensor in each.state or ()),
+    }
+
+
+def resume(rank: int, case: str, engine: str, saved: Path) -> list[float]:
+    """Go on by one engine from what another one saved."""
+    with tk.initialize(plan_of(case, engine)) as run:
+        tk.load(run, saved)
         return [float(run.step(step_batches(step, ranks=RANKS)[rank][:2])) for step in range(run.step_count, STEPS)]
 
 
@@ -109,10 +135,19 @@ def test_it_trains_as_deepspeed_does(found: list[dict[Any, Any]], case: str) -> 
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_checkpoint_goes_over_to_the_other_engine(found: list[dict[Any, Any]], engine: str) -> None:
-    whole = found[0]["fp32", engine]["losses"][SAVED:]
-    assert found[0]["across"][engine] == pytest.approx(whole, rel=1e-6)
+@pytest.mark.parametrize("case", [case for case in CASES if "share" in case])
+def test_the_estimate_has_what_the_card_steps(found: list[dict[Any, Any]], case: str) -> None:
+    foreseen = tk.estimate(plan_of(case, "overlapped")).ranks[0].phases["step"].causes
+    for name, nbytes in found[0][case, "overlapped"]["on card"].items():
+        assert nbytes > 0
+        assert foreseen[name] == pytest.approx(nbytes, abs=2048)  # the allocator's blocks
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("goes_on", ACROSS, ids=" ".join)
+def test_a_checkpoint_goes_over_to_the_other_engine(found: list[dict[Any, Any]], goes_on: tuple[str, str]) -> None:
+    whole = found[0][goes_on]["losses"][SAVED:]
+    assert found[0]["across"][goes_on] == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.gloo

@@ -95,12 +95,13 @@ def test_engines_of_a_rank_and_of_several():
     assert set(alone) == {0, 1, 2, 3}
     assert set(several) == {1, 2, 3}
     assert list(alone[0]) == ["none"]
-    assert list(alone[1]) == ["none", "optimizer-cpu", "activations-cpu"]
+    assert list(alone[1]) == ["none", "optimizer-cpu", "optimizer-cpu-partial", "activations-cpu"]
     assert alone[3]["optimizer-cpu-partial"] == [0.25, 0.5, 0.75]
     # fp16 has another loss scaler at stage 0, and fp32 sums need a stage above 0.
     for train in ({"precision": "fp16"}, {"gradient_accumulation_dtype": "fp32"}):
         assert 0 not in profiles(asked("llama-3.2-1b", train=train))
     assert 3 not in profiles(question, pipeline=2)
+    assert "optimizer-cpu-partial" not in profiles(question, pipeline=2)[1]
     assert not any("activations-cpu" in found for found in profiles(question, pipeline=2).values())
     assert list(profiles(asked("llama-3.2-1b", train={"optimizer": "adamw_8bit"}))[3]) == ["none", "activations-cpu"]
 

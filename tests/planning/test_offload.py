@@ -7,7 +7,14 @@ from toolkit.planning.offload import PROFILES, offload_keys, offload_section, pa
 
 
 def section(name, **changes):
-    given = {"ratio": 0.5, "nvme_path": "/local", "pin_memory": True, "swap_buffer_size": 10, **changes}
+    given = {
+        "zero_stage": 3,
+        "ratio": 0.5,
+        "nvme_path": "/local",
+        "pin_memory": True,
+        "swap_buffer_size": 10,
+        **changes,
+    }
     return offload_keys(PROFILES[name], **given)
 
 
@@ -26,6 +33,7 @@ def test_cpu_profiles():
     assert section("optimizer-cpu") == {"offload_optimizer": cpu}
     assert section("full-cpu") == {"offload_optimizer": cpu, "offload_param": cpu}
     assert section("optimizer-cpu-partial")["offload_optimizer"] == {**cpu, "ratio": 0.5}
+    assert section("optimizer-cpu-partial", zero_stage=2)["offload_optimizer"] == cpu, "a step of the toolkit's own"
 
 
 def test_nvme_profiles_name_their_folder_and_their_buffers():

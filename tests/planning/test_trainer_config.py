@@ -133,6 +133,7 @@ def test_what_trainer_cannot_carry():
     kept = {"gradient_checkpointing": {"keep": ["linear"]}}
     refused("INTEGRATION_CHECKPOINTING", "train.gradient_checkpointing", train=kept)
     refused("INTEGRATION_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
+    refused("INTEGRATION_OFFLOAD", "parallel.offload", parallel={"offload": "optimizer-cpu-partial", "zero_stage": 2})
     refused("INTEGRATION_LOSS", "train.loss", train={"loss": "chunked"})
     refused("INTEGRATION_KERNELS", "train.kernels", train={"kernels": "liger"})
     grouped = {"train": "org/set", "packing": "none", "group_by_length": True}

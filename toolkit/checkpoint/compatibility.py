@@ -152,7 +152,7 @@ def inexact(plan: Plan) -> list[str]:
         "lion under fsdp2 has states of each rank's own": optimizer == "lion" and parallel.strategy == "fsdp2",
         "a profile of NVMe has its states in swap files of its own layout": "nvme"
         in (plan.profile.optimizer, plan.profile.parameters),
-        "optimizer-cpu-partial has two optimizers": plan.profile.partial,
+        "optimizer-cpu-partial has two optimizers": plan.twin_flow,
         "a communication hook keeps on each rank what it has not sent yet": parallel.strategy == "ddp"
         and parallel.ddp_options.comm_hook in KEEPING_HOOKS,
     }

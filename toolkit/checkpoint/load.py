@@ -102,7 +102,7 @@ def _load_engine(run: Run, folder: Path, tag: str) -> None:
         raise CheckpointError(damaged(folder, tag, f"cannot be loaded: {error!r:.200}")) from error
     if loaded is None:
         raise CheckpointError(damaged(folder, tag, "has nothing that the engine loads"))
-    if run.plan.profile.partial and (missing := unite_optimizers(run.engine.optimizer)):
+    if run.plan.twin_flow and (missing := unite_optimizers(run.engine.optimizer)):
         done = int(run.engine.global_steps) - int(run.engine.skipped_steps)
         if done:
             raise CheckpointError(_without_states(folder, missing, done))

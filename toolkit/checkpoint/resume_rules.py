@@ -132,7 +132,7 @@ def _same_strategy(now: Plan, then: Plan) -> bool:
 
 
 def _same_devices(now: Plan, then: Plan) -> bool:
-    places = [(plan.profile.optimizer, plan.profile.parameters, plan.profile.partial) for plan in (now, then)]
+    places = [(plan.profile.optimizer, plan.profile.parameters, plan.twin_flow) for plan in (now, then)]
     return places[0] == places[1]
 
 
@@ -286,12 +286,10 @@ RULES: dict[str, Rule] = {
     "parallel.offload": replace(_CONVERTED, fits=_same_devices),
     "parallel.offload_engine": replace(  # the state is one and the same; the order of its sums is not
         _TOLD,
-        counts=lambda now, then: {now.profile.name, then.profile.name} == {"optimizer-cpu"},
+        counts=lambda now, then: None not in (now.offload_engine, then.offload_engine) and _same_devices(now, then),
         value=lambda plan: plan.offload_engine,
     ),
-    "parallel.offload_ratio": replace(
-        _CONVERTED, counts=lambda now, then: now.profile.partial and then.profile.partial
-    ),
+    "parallel.offload_ratio": replace(_CONVERTED, counts=lambda now, then: now.twin_flow and then.twin_flow),
     "parallel.partition": replace(_CONVERTED, counts=_same_stages),  # else the stages are the cause
     "train.gradient_accumulation_dtype": replace(_CONVERTED, fits=lambda now, then: not _sums_matter(now, then)),
     "deepspeed.zero_optimization.round_robin_gradients": replace(_CONVERTED, counts=_same_stage(1, 2), default=False),

@@ -788,7 +788,7 @@ class Parallel(Section):
     offload: Offload = "none"
     """Named profile of what moves from the card to the host or to NVMe; `toolkit.planning.offload` explains each."""
     offload_ratio: OpenFraction | None = None
-    """Share of the optimizer state kept on the CPU by `optimizer-cpu-partial`."""
+    """Share of the optimizer state that the CPU steps under `optimizer-cpu-partial`; the card has the rest."""
     offload_engine: OffloadEngine | None = None
     """Who steps the optimizer of `optimizer-cpu`. `overlapped`: the toolkit, while the card goes on; `deepspeed`: DeepSpeed, while
     the card waits. By default the first wherever it can.

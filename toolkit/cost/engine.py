@@ -195,7 +195,7 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
     elif settings.overlapped:
         sums = stage == 2 and accumulation > 1
         each = 2 * (MASTER_BYTES + settings.state_bytes) + size + (MASTER_BYTES if sums else size)
-        overlapped = own * min(per_node, plan.grid.world_size) * each / speed.host_adam_bytes_per_second
+        overlapped = offloaded * own * min(per_node, plan.grid.world_size) * each / speed.host_adam_bytes_per_second
     elif offloaded:
         elements_here = offloaded * own
         ranks = min(per_node, plan.grid.world_size)  # they share the host's memory
@@ -249,8 +249,10 @@ def _step_stages(
         + UPDATE_BYTES / speed.bytes_per_second
         + UPDATE_CASTS / speed.upcast_elements_per_second
     )
-    if settings.overlapped:  # the norms are taken as the gradients leave
-        return ((0.0, speed.host_norm_seconds * trained + speed.host_step_seconds),)
+    if settings.overlapped:  # the norms are taken as the gradients leave; the card steps its share at once
+        adam = _adam_bytes(settings, size=settings.master_itemsize) / speed.adam_bytes_per_second
+        card = own * (adam + SHORT_UPDATE_BYTES / speed.bytes_per_second)
+        return ((card, speed.host_norm_seconds * trained + speed.host_step_seconds),)
     if settings.short_step and settings.zero_stage in (1, 2) and settings.offload_optimizer is None:
         norm = own * settings.itemsize / speed.bytes_per_second
         adam = _adam_bytes(settings, size=settings.master_itemsize) / speed.adam_bytes_per_second

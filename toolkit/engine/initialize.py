@@ -136,7 +136,7 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
         undo_first_step(engine.optimizer)
     if plan.optimizer_wrapper == "zero":
         shorten_step(engine.optimizer)
-    if plan.profile.partial:
+    if plan.twin_flow:
         unite_optimizers(engine.optimizer)
     if overlaps:
         engine.overlapped = OverlappedOffload(
@@ -145,6 +145,7 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
             accumulates=plan.settings.zero_stage == 2 and plan.settings.batch.accumulation > 1,
             device=world.device,
             node_size=min(world.size, plan.job.cluster.gpus_per_node),
+            share=plan.settings.offload_ratio,
         )
     return engine
 

@@ -222,11 +222,11 @@ def _optimizer(plan: Plan, config: Mapping[str, Any], consumer: Consumer, *, on_
         return
     place = "cpu" if on_host or plan.on_cpu else "fused"
     instead = "set train.optimizer to adamw_torch_fused"
-    if plan.profile.partial:  # stage3.py supports DeepSpeedCPUAdam alone there
+    if plan.twin_flow:  # stage3.py supports DeepSpeedCPUAdam alone there
         instead = "set parallel.offload to another profile and train.optimizer to adamw_torch_fused"
     yield Extension(
         name=f"{place}_{kind}",
-        replaceable=kind == "adam" and not plan.profile.partial,
+        replaceable=kind == "adam" and not plan.twin_flow,
         title=f"{'CPU' if place == 'cpu' else 'Fused'}{kind.title()}",
         by_nvcc=place == "fused",
         key="train.optimizer",

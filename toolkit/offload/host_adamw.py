@@ -93,7 +93,7 @@ def step(
     """
     library = kernel()
     if library is None:
-        _step_by_torch(master, moments, gradients, weights, factors)
+        step_by_torch(master, moments, gradients, weights, factors)
         return
     beta1, beta2 = factors.betas
     given = _Factors(
@@ -162,10 +162,15 @@ class HostAdamW(torch.optim.Optimizer):
         state: dict[str, Any] = self.state[weight]
         number = int(state.get("step", 0)) + 1
         state["step"] = torch.tensor(float(number)) if self._counts_in_tensors else number
+        return number, self.moments(weight)
+
+    def moments(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both moments of a flat weight, which the first call makes."""
+        state: dict[str, Any] = self.state[weight]
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state:
                 state[key] = torch.zeros_like(weight.data)
-        return number, (state["exp_avg"], state["exp_avg_sq"])
+        return state["exp_avg"], state["exp_avg_sq"]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -241,19 +246,18 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def _step_by_torch(
+def step_by_torch(
     master: Tensor, moments: tuple[Tensor, Tensor], gradients: Tensor, weights: Tensor, factors: StepFactors
 ) -> None:
-    wide = gradients.to(torch.float32)
-    if factors.gradient != 1.0:
-        wide = wide * factors.gradient
+    """Do one step by torch's fused AdamW, on the tensors' device; arguments as of `step`."""
+    wide = gradients.to(torch.float32, copy=True).mul_(factors.gradient)
     torch._fused_adamw_(
         [master],
         [wide],
         [moments[0]],
         [moments[1]],
         [],
-        [torch.tensor(float(factors.step))],
+        [torch.full((), float(factors.step), device=master.device)],
         lr=factors.rate,
         beta1=factors.betas[0],
         beta2=factors.betas[1],

@@ -6,6 +6,9 @@ its end; then a thread steps the weights in the order in which the next forward 
 
 What DeepSpeed's optimizer holds stays where it was: the flat partitions of weights, the fp32 masters and the states of its groups. So its
 checkpoints are those of `offload_optimizer`, and so are its reductions.
+
+A share of the state may be on the card, for less of a wait: that of the first elements of each partition, which the next forward pass reads
+first, so that they are there at once and the host has until it reaches the others. The host's copy of it is renewed before a save.
 """
 
 from __future__ import annotations
@@ -27,12 +30,9 @@ from torch import Tensor, nn
 
 from toolkit.distributed.deepspeed_private import OffloadedPartitions
 from toolkit.introspect import decoder_layers
-from toolkit.offload.host_adamw import StepFactors, accumulate, factors_of, step
+from toolkit.offload.host_adamw import StepFactors, accumulate, factors_of, step, step_by_torch
 from toolkit.offload.host_memory import page_locked, unlock
-
-# Elements that are stepped and copied at a time. At 100 GB/s a piece takes 9 ms of the host and 2.5 of PCIe 5, so the copy of one
-# hides behind the step of the next.
-PIECE = 32 * 2**20
+from toolkit.planning.offload import PIECE
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -45,8 +45,9 @@ class _Piece:
         start: First element, in the whole flat group.
         numel: Number of elements.
         unit: Part of the model that needs it: 0 before the layers, their number from 1 on, and after them.
-        stepped: Set once the host has stepped it and its copy to the card is queued.
-        returned: CUDA event of that copy.
+        by_card: Whether the card steps it, which has its state.
+        stepped: Set once the host has stepped it and its copy to the card is queued, or the card's step is.
+        returned: CUDA event of that copy, or step.
         sent: Its broadcast to the other ranks.
     """
 
@@ -55,9 +56,47 @@ class _Piece:
     start: int
     numel: int
     unit: int
+    by_card: bool
     stepped: threading.Event = field(default_factory=threading.Event)
     returned: Any = None
     sent: Any = None
+
+
+class _CardState:
+    """The state of the first elements of a group's partition that the card steps: fp32 weights, both moments, gradients.
+
+    Args:
+        numel: Number of elements.
+        dtype: Type of the gradients; fp32 if they are sums of several micro-batches.
+        device: The card.
+
+    Attributes:
+        state: fp32 weights and both moments, made when they first come from the host; None while the host's are the newest.
+        gradients: Shape (elements,).
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.state: tuple[Tensor, Tensor, Tensor] | None = None
+        self.gradients = torch.zeros(numel, dtype=dtype, device=device)
+        self._room: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def fetch(self, host: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the state, which comes from a partition's on the host if that is newer."""
+        if self.state is None:
+            numel, device = len(self.gradients), self.gradients.device
+            self._room = self._room or tuple(torch.empty(numel, device=device) for _ in range(3))  # type: ignore[assignment]
+            for room, source in zip(self._room, host, strict=True):  # type: ignore[arg-type]
+                room.copy_(source.narrow(0, 0, numel))
+            self.state = self._room
+        assert self.state is not None
+        return self.state
+
+    def put_back(self, host: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Copy the state to that of the partition on the host, whose is the newest from then on."""
+        if self.state is not None:
+            for source, target in zip(self.state, host, strict=True):
+                target.narrow(0, 0, len(source)).copy_(source)
+            self.state = None
 
 
 class OverlappedOffload:
@@ -69,6 +108,7 @@ class OverlappedOffload:
         accumulates: Whether several micro-batches of a step are added up on the host, which stage 2 does.
         device: Device of the weights.
         node_size: Ranks that share this machine.
+        share: Share of each partition's state that is on the host; the card steps the first elements of the partition.
     """
 
     def __init__(
@@ -79,6 +119,7 @@ class OverlappedOffload:
         accumulates: bool,
         device: torch.device,
         node_size: int,
+        share: float = 1.0,
     ) -> None:
         self._of = partitions
         self._device, self._on_card = device, device.type != "cpu"
@@ -88,15 +129,21 @@ class OverlappedOffload:
         ranks = dist.get_process_group_ranks(partitions.dp_group)
         self._group = dist.new_group(ranks, use_local_synchronization=True) if self._size > 1 else None
         self._up = torch.cuda.Stream(device) if self._on_card else None  # type: ignore[no-untyped-call]
-        self._gradients = [
-            page_locked(flat.numel() // self._size, partitions.gradient_dtype, device) for flat in partitions.flats
+        sizes = [flat.numel() // self._size for flat in partitions.flats]
+        self._kept = [round((1 - share) * size) for size in sizes]  # elements of each partition that the card steps
+        dtype = torch.float32 if accumulates else partitions.gradient_dtype
+        self._of_card = [_CardState(kept, dtype, device) for kept in self._kept]
+        left = [size - kept for size, kept in zip(sizes, self._kept, strict=True)]
+        self._gradients = [page_locked(numel, partitions.gradient_dtype, device) for numel in left]
+        self._weights = [
+            page_locked(numel, flat.dtype, device) for numel, flat in zip(left, partitions.flats, strict=True)
         ]
-        self._weights = [page_locked(flat.numel() // self._size, flat.dtype, device) for flat in partitions.flats]
-        self._sums = [torch.zeros(len(one)) for one in self._gradients] if accumulates else None
+        self._sums = [torch.zeros(numel) for numel in left] if accumulates else None
         partitions.release_buffers()
         self._norms: list[tuple[nn.Parameter, Tensor]] = []
         self._squares: dict[nn.Parameter, float] = {}
         self._seen: set[nn.Parameter] = set()
+        self._summed: list[tuple[nn.Parameter, Tensor]] = []  # weights and the sums of their gradients on the card
         self._asked: dict[nn.Parameter, int] = {}  # number of each weight's last addition to its sum
         self._num_asked = self._num_added = 0
         self._pieces = sorted(self._cut(model), key=lambda piece: (piece.unit, piece.group, piece.start))
@@ -128,9 +175,18 @@ class OverlappedOffload:
             for start, end, unit in runs:
                 while start < end:
                     owner = start // partition
-                    stop = min(end, start + PIECE, (owner + 1) * partition)
-                    event = self._event()
-                    yield _Piece(group=number, owner=owner, start=start, numel=stop - start, unit=unit, returned=event)
+                    border = owner * partition + self._kept[number]
+                    by_card = start < border
+                    stop = min(end, start + PIECE, border if by_card else (owner + 1) * partition)
+                    yield _Piece(
+                        group=number,
+                        owner=owner,
+                        start=start,
+                        numel=stop - start,
+                        unit=unit,
+                        by_card=by_card,
+                        returned=self._event(),
+                    )
                     start = stop
 
     def _attach(self, model: nn.Module) -> Iterator[Callable[[], None]]:
@@ -153,7 +209,7 @@ class OverlappedOffload:
     # --------------------------------------------------------------------------------------------------- backward pass
     @torch.no_grad()
     def _take(self, weight: nn.Parameter, gradient: Tensor, *, group: int, place: int) -> None:
-        """Send this rank's part of a reduced gradient to the host, on the stream of the reduction.
+        """Send this rank's part of a reduced gradient to the host, or to its place on the card, on the stream of the reduction.
 
         Args:
             weight: Weight.
@@ -162,11 +218,27 @@ class OverlappedOffload:
             place: Its first element in the partition.
         """
         self._raise_failure()
-        host = self._gradients[group].narrow(0, place, gradient.numel())
         begins = weight not in self._seen
         self._seen.add(weight)
         if self._sums is None:
             self._norms.append((weight, torch.linalg.vector_norm(gradient, dtype=torch.float32)))
+        kept = min(gradient.numel(), max(0, self._kept[group] - place))
+        if kept:
+            self._keep(weight, gradient[:kept], self._of_card[group].gradients.narrow(0, place, kept), begins=begins)
+        if kept < gradient.numel():
+            self._send_to_host(weight, gradient[kept:], group, place + kept - self._kept[group], begins=begins)
+
+    def _keep(self, weight: nn.Parameter, gradient: Tensor, held: Tensor, *, begins: bool) -> None:
+        if self._sums is None or begins:
+            held.copy_(gradient)
+        else:
+            held.add_(gradient)
+        if self._sums is not None and begins:
+            self._summed.append((weight, held))
+
+    def _send_to_host(self, weight: nn.Parameter, gradient: Tensor, group: int, place: int, *, begins: bool) -> None:
+        host = self._gradients[group].narrow(0, place, gradient.numel())
+        if self._sums is None:
             host.copy_(gradient, non_blocking=True)
             return
         self._wait_for(lambda: self._num_added >= self._asked.get(weight, 0))  # its buffer is read until then
@@ -192,7 +264,7 @@ class OverlappedOffload:
     @torch.no_grad()
     def _step(self) -> None:
         """Find the norm, and have the host step all pieces of this rank unless it is not finite where that counts."""
-        self.finish()
+        self._wait_for_weights()
         self._wait_for(lambda: self._num_added == self._num_asked)
         norm = self._of.combined_norm(self._local_norms())
         factor = self._of.begin_step(norm)
@@ -204,6 +276,8 @@ class OverlappedOffload:
             self._clear_missing(group)
             number, moments = self._of.optimizer.next_step(weight)
             of_groups.append((factors_of(options, step=number, gradient=factor), moments))
+            if self._kept[group]:
+                self._of_card[group].fetch((weight.data, *moments))
         self._of.note_step()
         self._forget()
         for piece in self._pieces:
@@ -213,7 +287,10 @@ class OverlappedOffload:
         if arrived is not None:
             arrived.record()  # DeepSpeed's backward pass has ended by waiting for the stream of the copies
         for piece in self._pieces:
-            if piece.owner == self._rank:
+            if piece.owner == self._rank and piece.by_card:
+                self._step_on_card(piece, of_groups[piece.group][0])
+        for piece in self._pieces:
+            if piece.owner == self._rank and not piece.by_card:
                 self._jobs.put(partial(self._step_piece, piece, *of_groups[piece.group], arrived))
             if self._group is not None:
                 self._jobs.put(partial(self._send, piece))
@@ -221,15 +298,19 @@ class OverlappedOffload:
     def _local_norms(self) -> list[tuple[nn.Parameter, Tensor]]:
         if self._sums is None:
             return self._norms
-        return [
+        on_host = [
             (weight, torch.tensor(math.sqrt(squares), device=self._device)) for weight, squares in self._squares.items()
         ]
+        return on_host + [(weight, torch.linalg.vector_norm(held)) for weight, held in self._summed]
 
     def _clear_missing(self, group: int) -> None:
         """Zero the gradients of weights that have none in this step: unused ones decay and keep their moments' decay."""
         for weight, place, numel in self._of.own_parts(group):
             if weight not in self._seen:
-                self._held[group].narrow(0, place, numel).zero_()
+                kept = min(numel, max(0, self._kept[group] - place))
+                self._of_card[group].gradients[place : place + kept].zero_()
+                start = place + kept - self._kept[group]
+                self._held[group][start : start + numel - kept].zero_()
 
     @property
     def _held(self) -> list[Tensor]:
@@ -237,14 +318,32 @@ class OverlappedOffload:
         return self._gradients if self._sums is None else self._sums
 
     def _forget(self) -> None:
-        self._norms, self._squares, self._seen = [], {}, set()
+        self._norms, self._squares, self._seen, self._summed = [], {}, set(), []
+
+    def _step_on_card(self, piece: _Piece, factors: StepFactors) -> None:
+        """Queue the card's step of a piece, behind the backward pass and before the next forward pass."""
+        of_card = self._of_card[piece.group]
+        place = piece.start - piece.owner * self._partition(piece.group)
+        assert of_card.state is not None, "fetched before"
+        master, first, second = (one.narrow(0, place, piece.numel) for one in of_card.state)
+        weights = self._of.flats[piece.group].narrow(0, piece.start, piece.numel)
+        step_by_torch(master, (first, second), of_card.gradients.narrow(0, place, piece.numel), weights, factors)
+        if piece.returned is not None:
+            piece.returned.record()
+        if self._group is None:
+            piece.stepped.set()
+
+    def _partition(self, group: int) -> int:
+        return self._of.flats[group].numel() // self._size
 
     def _step_piece(self, piece: _Piece, factors: StepFactors, moments: tuple[Tensor, Tensor], arrived: Any) -> None:
         if arrived is not None:
             arrived.synchronize()
-        place = piece.start - piece.owner * len(self._gradients[piece.group])
-        whole = (self._of.masters[piece.group].data, *moments, self._held[piece.group], self._weights[piece.group])
-        master, first, second, gradients, weights = (one.narrow(0, place, piece.numel) for one in whole)
+        place = piece.start - piece.owner * self._partition(piece.group)
+        state = (self._of.masters[piece.group].data, *moments)
+        master, first, second = (one.narrow(0, place, piece.numel) for one in state)
+        left = (self._held[piece.group], self._weights[piece.group])
+        gradients, weights = (one.narrow(0, place - self._kept[piece.group], piece.numel) for one in left)
         step(master, (first, second), gradients, weights, factors, threads=self._threads)
         with nullcontext() if self._up is None else torch.cuda.stream(self._up):
             self._of.flats[piece.group].narrow(0, piece.start, piece.numel).copy_(weights, non_blocking=True)
@@ -257,6 +356,8 @@ class OverlappedOffload:
         """Start the broadcast of a piece from its owner; all ranks start them in one order."""
         flat = self._of.flats[piece.group].narrow(0, piece.start, piece.numel)
         with nullcontext() if self._up is None else torch.cuda.stream(self._up):
+            if self._up is not None and piece.by_card and piece.owner == self._rank:
+                self._up.wait_event(piece.returned)
             piece.sent = dist.broadcast(flat, group_src=piece.owner, group=self._group, async_op=True)
         piece.stepped.set()
 
@@ -297,7 +398,14 @@ class OverlappedOffload:
             self._synced += 1
 
     def finish(self) -> None:
-        """Wait for all weights, before anything but a forward pass reads them."""
+        """Wait for all weights, and renew the host's copy of the card's state, before anything but a forward pass reads or changes them."""
+        self._wait_for_weights()
+        for group, of_card in enumerate(self._of_card):
+            if of_card.state is not None:
+                weight = self._of.masters[group]
+                of_card.put_back((weight.data, *self._of.optimizer.moments(weight)))
+
+    def _wait_for_weights(self) -> None:
         if self._synced < len(self._pieces):
             self.wait(self._pieces[-1].unit)
             if self._on_card:

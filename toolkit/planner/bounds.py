@@ -102,7 +102,8 @@ class Setting(NamedTuple):
     @property
     def overlaps(self) -> bool:
         """Whether the toolkit steps the optimizer on the host beside the card (toolkit.planning.unchecked_plan offload_engine)."""
-        return self.offload == "optimizer-cpu" and self.stage in (1, 2) and self.pipeline == 1
+        profile = PROFILES[self.offload]
+        return profile.optimizer == "cpu" and not profile.parameters and self.stage in (1, 2) and self.pipeline == 1
 
     @property
     def keeps_inputs_on_host(self) -> bool:
@@ -214,7 +215,8 @@ def state_bytes(shape: Shape, setting: Setting, itemsize: int, *, ranks: int) ->
     host = 0.0
     if profile.optimizer == "cpu":
         moved = setting.offload_ratio
-        host = moved * (shape.state_bytes + 4 + 2 * (1 + (setting.accumulation > 1))) * shape.trainable
+        state = 1.0 if setting.overlaps else moved  # the host also has what the card steps, for checkpoints
+        host = (state * shape.state_bytes + moved * (4 + 2 * (1 + (setting.accumulation > 1)))) * shape.trainable
         optimizer *= 1 - moved
         gradients *= 1 - moved + moved / (1 if stage < 2 else 4)
     elif profile.optimizer:  # in files: the host has buffers alone
@@ -377,7 +379,8 @@ def _optimizer_seconds(
         return max(seconds, host)
     node = shape.trainable / cluster.nodes
     if setting.overlaps:
-        return node * _OVERLAPPED_BYTES / _CPU_BYTES_PER_SECOND
+        card = (1 - setting.offload_ratio) * seconds
+        return card + setting.offload_ratio * node * _OVERLAPPED_BYTES / _CPU_BYTES_PER_SECOND
     moved = setting.offload_ratio
     seconds *= 1 - moved
     seconds += moved * (node * _CPU_ADAM_BYTES / _CPU_BYTES_PER_SECOND + own * 4.0 / pcie)

@@ -276,7 +276,7 @@ class Search:
             if like(each, "stage", "offload", "offload_ratio")
             and each.stage < 3
             # A card with slow memory may gain by a step on the host.
-            and (each.offload in ("none", setting.offload) or each.overlaps)
+            and (each.offload in ("none", setting.offload) or (each.overlaps and each.offload_ratio == 1))
         ]
         if best.report.required_bytes > _FULL * (cluster.gpu.memory_bytes or 0):
             smaller = [each for each in ranked if like(each, *axes) and each.micro < setting.micro]

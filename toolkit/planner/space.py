@@ -93,6 +93,8 @@ def _profiles(job: Job, *, stage: int, pipeline: int) -> list[Offload]:
     found: list[Offload] = ["none"]
     if stage and train.optimizer in ("adamw", *TORCH_ADAMW):
         found.append("optimizer-cpu")
+        if stage < 3 and pipeline == 1:
+            found.append("optimizer-cpu-partial")
         if stage == 3:
             found += ["full-cpu"] if train.optimizer != "adamw" else ["optimizer-cpu-partial", "full-cpu"]
             if job.cluster.nvme_path is not None:

@@ -122,7 +122,7 @@ def decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
         ),
         eval_steps=_decide_eval_steps(job, epochs, save_steps, chooser),
         offload_ratio=_decide_offload_ratio(job, chooser),
-        sub_group_size=_decide_sub_group(job, model, batch, chooser),
+        sub_group_size=_decide_sub_group(job, model, zero_stage, chooser),
         reduce_bucket_size=_decide_bucket(job, model, zero_stage, chooser),
         sequence_parallel=_decide_sequence_parallel(job, chooser),
         kernels=chooser.choose("train.kernels", train.kernels, "eager", "no extra package, on any device"),
@@ -262,7 +262,7 @@ def _decide_offload_ratio(job: Job, chooser: Chooser) -> float:
     )
 
 
-def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: Chooser) -> int:
+def _decide_sub_group(job: Job, model: ModelSpec, zero_stage: int, chooser: Chooser) -> int:
     written = _written(job, "sub_group_size")
     if written is not None:
         return written
@@ -274,7 +274,7 @@ def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: Chooser
             NVME_SUB_GROUP_SIZE,
             "four buffers of a sub-group, 1.6 GB per rank, are page-locked; DeepSpeed's default would lock 16 GB",
         )
-    if not profile.partial or trainable is None:
+    if not profile.partial or zero_stage < 3 or trainable is None:
         return SUB_GROUP_SIZE
     size = max(1, trainable // job.cluster.num_ranks // PARTIAL_SUB_GROUPS)
     return chooser.derive(

@@ -110,6 +110,7 @@ def _zero_section(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]:
         }
     return section | offload_keys(
         draft.profile,
+        zero_stage=stage,
         ratio=settings.offload_ratio,
         nvme_path=str(nvme) if nvme else None,
         pin_memory=not draft.on_cpu,

@@ -20,6 +20,10 @@ Device = Literal["cpu", "nvme"] | None
 # Adam swaps four tensors at once: master copy, gradient and two moments (runtime/swap_tensor/partitioned_optimizer_swapper.py).
 OPTIMIZER_BUFFERS = 4
 
+# Elements that an overlapped step takes at a time (toolkit/offload/overlapped.py). At 100 GB/s a piece takes 9 ms of the host and 2.5 of
+# PCIe 5, so the copy of one hides behind the step of the next.
+PIECE = 32 * 2**20
+
 # DeepSpeed's defaults for offloaded parameters: buffers, and elements of each (runtime/zero/offload_config.py).
 PARAMETER_BUFFERS = 5
 PARAMETER_BUFFER_SIZE = 100_000_000
@@ -35,6 +39,7 @@ class OffloadProfile:
         activations: Whether checkpointed layer inputs are kept in pinned host memory.
         partial: Whether only the share `parallel.offload_ratio` of the optimizer state is offloaded.
         min_zero_stage: Lowest ZeRO stage that has the partitions to offload.
+        deepspeed_from: Lowest ZeRO stage in which DeepSpeed has the profile; the toolkit steps by itself below.
         explanation: Gain and cost, for the user.
     """
 
@@ -44,6 +49,7 @@ class OffloadProfile:
     activations: bool = False
     partial: bool = False
     min_zero_stage: int = 0
+    deepspeed_from: int = 0
     explanation: str
 
     @property
@@ -69,10 +75,11 @@ PROFILES: dict[str, OffloadProfile] = {
             name="optimizer-cpu-partial",
             optimizer="cpu",
             partial=True,
-            min_zero_stage=3,
+            min_zero_stage=1,
+            deepspeed_from=3,
             explanation=(
-                "only offload_ratio of the optimizer state lives on the CPU (Twin-Flow); the GPU steps the rest, "
-                "so the step is shorter by about that share"
+                "the CPU steps only offload_ratio of the optimizer state; the GPU has the rest and steps it, "
+                "so the step is shorter by about that share (ZeRO-3: Twin-Flow)"
             ),
         ),
         OffloadProfile(
@@ -155,10 +162,11 @@ def offload_section(
             and an nvme_path or offload_ratio that is missing, out of range or would be ignored.
     """
     chosen = PROFILES[profile]
-    stage = chosen.min_zero_stage if zero_stage is None else zero_stage
+    stage = max(chosen.min_zero_stage, chosen.deepspeed_from) if zero_stage is None else zero_stage
     raise_all(SpecError, _section_problems(chosen, stage, offload_ratio, nvme_path))
     return {"stage": stage} | offload_keys(
         chosen,
+        zero_stage=stage,
         ratio=0.5 if offload_ratio is None else offload_ratio,
         nvme_path=None if nvme_path is None else str(nvme_path),
         pin_memory=pin_memory,
@@ -169,7 +177,7 @@ def offload_section(
 def _section_problems(
     profile: OffloadProfile, stage: int, ratio: float | None, nvme_path: str | Path | None
 ) -> Iterator[Problem]:
-    name, least = profile.name, profile.min_zero_stage
+    name, least = profile.name, max(profile.min_zero_stage, profile.deepspeed_from)
     if profile.activations:
         others = ", ".join(name for name, each in PROFILES.items() if not each.activations)
         yield _refused(
@@ -199,11 +207,18 @@ def _refused(key: str, message: str, fix: str) -> Problem:
 
 
 def offload_keys(
-    profile: OffloadProfile, *, ratio: float, nvme_path: str | None, pin_memory: bool, swap_buffer_size: int
+    profile: OffloadProfile,
+    *,
+    zero_stage: int,
+    ratio: float,
+    nvme_path: str | None,
+    pin_memory: bool,
+    swap_buffer_size: int,
 ) -> dict[str, Any]:
     """Return the offload keys of DeepSpeed's `zero_optimization`.
 
     Args:
+        zero_stage: ZeRO stage of the section.
         ratio: Share of the optimizer state on the CPU, used by the partial profile.
         nvme_path: Local folder for swap files, used by the NVMe profiles.
         pin_memory: Page-locks host buffers; False on CPU, where nothing crosses PCIe.
@@ -212,7 +227,7 @@ def offload_keys(
     section: dict[str, Any] = {}
     if profile.optimizer:
         optimizer: dict[str, Any] = {"device": profile.optimizer, "pin_memory": pin_memory}
-        if profile.partial:
+        if profile.partial and zero_stage >= profile.deepspeed_from:
             optimizer["ratio"] = ratio
         if profile.optimizer == "nvme":
             optimizer |= {"nvme_path": nvme_path, "buffer_count": OPTIMIZER_BUFFERS}

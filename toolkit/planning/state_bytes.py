@@ -98,7 +98,10 @@ def offloaded_bytes(draft: UncheckedPlan) -> float | None:
     if draft.profile.optimizer != "cpu" or trainable is None:
         return None
     buffers = 1 + (draft.settings.batch.accumulation > 1 or draft.profile.parameters is not None)
-    moved = (STATE_BYTES["adamw"] + GRADIENT_BYTES + 2 * buffers) * trainable * draft.settings.offload_ratio
+    share = draft.settings.offload_ratio
+    # Beside an overlapped step the host also has the state that the card steps, for checkpoints.
+    state = STATE_BYTES["adamw"] * (1.0 if draft.offload_engine == "overlapped" else share)
+    moved = (state + (GRADIENT_BYTES + 2 * buffers) * share) * trainable
     if draft.profile.parameters == "cpu":  # frozen parameters move as well, in training precision
         moved += draft.settings.itemsize * max(0, (draft.model.num_parameters or trainable) - trainable)
     return moved / draft.job.cluster.nodes

@@ -50,7 +50,7 @@ class UncheckedPlan:
     def _engine_of_offload(self) -> Iterator[str]:
         if self.offload_engine == "overlapped":
             yield "offload_engine=overlapped: the step runs beside the passes of the card"
-        elif self.profile.name == "optimizer-cpu":
+        elif self.profile.optimizer == "cpu" and self.profile.parameters is None and not self.twin_flow:
             why = f": {self.against_overlap}" if self.against_overlap else ""
             yield f"offload_engine=deepspeed: the card waits for the step{why}"
 
@@ -74,12 +74,17 @@ class UncheckedPlan:
         return wanted or ("deepspeed" if self.against_overlap else "overlapped")
 
     @property
+    def twin_flow(self) -> bool:
+        """Whether DeepSpeed steps a share of the weights on the card and the others on the host, by an optimizer each."""
+        return self.profile.partial and self.settings.zero_stage == 3
+
+    @property
     def against_overlap(self) -> str | None:
         """Why the toolkit's overlapped step cannot take the place of DeepSpeed's, as a clause; None if it can."""
         parallel, train = self.job.parallel, self.job.train
         written = self.job.deepspeed or {}
         zero = written.get("zero_optimization") or {}
-        if self.profile.name != "optimizer-cpu":
+        if self.profile.optimizer != "cpu" or self.profile.parameters is not None:
             return f"offload={self.profile.name} is DeepSpeed's alone"
         if self.settings.zero_stage not in (1, 2):
             return f"ZeRO-{self.settings.zero_stage} partitions the weights, which it would have to gather first"

@@ -29,7 +29,8 @@ def default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) ->
         return stages[job.parallel.strategy]
     if job.train.method == "qlora":
         return 2, "packed 4-bit weights cannot be partitioned"
-    needed = PROFILES[job.parallel.offload].min_zero_stage
+    profile = PROFILES[job.parallel.offload]
+    needed = max(profile.min_zero_stage, profile.deepspeed_from)
     if needed == 3:
         return 3, f"the offload profile {job.parallel.offload} needs its partitioned parameters"
     if job.parallel.pipeline > 1:

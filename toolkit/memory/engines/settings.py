@@ -91,6 +91,7 @@ class EngineSettings:
         short_step: Whether ZeRO takes norms of all gradients at once, and casts them as it flattens them, as the toolkit has it do, and
             DeepSpeed alone does not (deepspeed_private.py shorten_step).
         overlapped: Whether the toolkit steps an optimizer on the host beside the card (toolkit/offload/overlapped.py).
+        kept_share: Share of the state that the card has and steps then.
     """
 
     zero_stage: int
@@ -125,11 +126,22 @@ class EngineSettings:
     node_size: int = 1
     short_step: bool = False
     overlapped: bool = False
+    kept_share: float = 0.0
 
     @property
     def state_bytes(self) -> float:
         """Bytes of optimizer state per parameter, without the master copy."""
         return 0 if self.optimizer == "sgd" and not self.momentum else MOMENT_BYTES[_NAMES[self.optimizer]]
+
+    @property
+    def reduced_itemsize(self) -> int:
+        """Bytes of an element of a gradient that stage 1 or 2 reduces: ZeRO-1 adds micro-batches up before it does."""
+        return self.accumulation_itemsize if self.zero_stage == 1 else self.itemsize
+
+    @property
+    def sums_on_host(self) -> bool:
+        """Whether an overlapped step adds micro-batches up in fp32 (toolkit/offload/overlapped.py accumulates)."""
+        return self.overlapped and self.zero_stage == 2 and self.accumulation_steps > 1
 
     @property
     def has_own_type(self) -> bool:
@@ -208,6 +220,7 @@ def engine_settings(
         settings,
         short_step=True,
         overlapped=plan.offload_engine == "overlapped",
+        kept_share=1 - plan.settings.offload_ratio if plan.offload_engine == "overlapped" else 0.0,
         decomposes=plan.job.train.changes_base,
         keeps_errors=plan.job.train.method != "full" and plan.job.train.adapters.init_lora_weights == "loftq",
     )

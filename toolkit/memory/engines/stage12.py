@@ -12,6 +12,10 @@ from typing import Any
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, EngineReplay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace.events import MemoryTrace, Parameter, in_blocks
+from toolkit.planning.offload import PIECE
+
+# Causes of what the card has of an overlapped step: the share of the state that it steps, and its gradients.
+KEPT_STATE, KEPT_GRADIENTS = "state that the card steps", "gradients that the card steps"
 
 # stage_1_and_2.py nccl_start_alignment_factor: partitions are multiples of this many elements per rank.
 ALIGNMENT = 2
@@ -60,9 +64,9 @@ class Stage12(EngineReplay):
         self._owners = {parameter.name: ranks for parameter, ranks in owners(self.trainable, self._partition)}
         self._mine = [parameter for parameter in self.trainable if self._is_mine(parameter)]
         self._mine_bytes = sum(parameter.numel for parameter in self._mine) * settings.itemsize
+        self._kept = round(settings.kept_share * self._partition)  # elements that the card steps of an overlapped step
         # _use_compact_grad_partition_buffer: the partition's gradients accumulate in one flat fp32 buffer.
         self._compact = settings.accumulation_itemsize > settings.itemsize
-        self._staged_itemsize = settings.accumulation_itemsize if settings.zero_stage == 1 else settings.itemsize
         self._filled: list[_Filled] = []
         self._elements = 0
         self._passed: set[str] = set()  # parameters to which the current pass has given a gradient
@@ -86,6 +90,8 @@ class Stage12(EngineReplay):
             staging = self.largest_numel * settings.itemsize
             take = account.transient if settings.overlapped else account.allocate
             take("offload staging buffer", staging)
+            width = settings.master_itemsize if settings.sums_on_host else settings.reduced_itemsize
+            account.allocate(KEPT_GRADIENTS, self._kept * width)
             return
         with account.temporary("flattening at start", self._partition * settings.itemsize):
             account.allocate("master parameters", master)
@@ -118,7 +124,7 @@ class Stage12(EngineReplay):
         self._ready = True
         count = 2 if self.settings.overlap_comm else 1
         self.account.allocate(
-            "reduction buckets", count * self.settings.zero.reduce_bucket_size * self._staged_itemsize
+            "reduction buckets", count * self.settings.zero.reduce_bucket_size * self.settings.reduced_itemsize
         )
 
     def _into_bucket(self, parameter: Parameter, cause: str, size: int) -> None:
@@ -164,8 +170,8 @@ class Stage12(EngineReplay):
         touched = {rank for filled in self._filled for rank in self._owners[filled.parameter.name]}
         num_slices = len(touched) - bool(mine) + len(mine) if self._compact else len(touched)
         flattens = (settings.zero.reduce_scatter and num_slices > 1) or not settings.contiguous_gradients
-        casts = settings.communication_itemsize != self._staged_itemsize
-        flat = self._elements * self._staged_itemsize if flattens else 0
+        casts = settings.communication_itemsize != self.settings.reduced_itemsize
+        flat = self._elements * self.settings.reduced_itemsize if flattens else 0
         cast = self._elements * settings.communication_itemsize if casts else 0
         self.account.transient("reduction buffer", flat + cast)
         if self._compact and settings.communication_itemsize != settings.accumulation_itemsize:
@@ -210,7 +216,7 @@ class Stage12(EngineReplay):
             # reduce_gradients: the gradients that were kept move into the bucket.
             cause = "accumulated gradients" if self._compact else "gradients"
             for parameter in self.trainable:
-                width = self._staged_itemsize if self._compact else parameter.itemsize
+                width = self.settings.reduced_itemsize if self._compact else parameter.itemsize
                 self._into_bucket(parameter, cause, parameter.numel * width)
         self._flush()
         self._fill_up(first=first)
@@ -246,6 +252,15 @@ class Stage12(EngineReplay):
         self.account.free_all("reduction buckets")
         self._ready = False
 
+    def _step_kept(self) -> None:
+        """Step the card's share of an overlapped step, by pieces whose gradients are cast to fp32; the first fetches its state."""
+        if not self._kept:
+            return
+        account, settings = self.account, self.settings
+        if not account.held(KEPT_STATE):
+            account.allocate(KEPT_STATE, self._kept * (settings.master_itemsize + settings.state_bytes))
+        account.transient("gradients in fp32 at the step", min(self._kept, PIECE) * settings.master_itemsize)
+
     def finish_reduction(self) -> None:
         """Copy gradients that were accumulated on the host back once more (finalize_gradient_accumulation_boundary)."""
         if not self.settings.offload_optimizer:
@@ -266,6 +281,7 @@ class Stage12(EngineReplay):
         if settings.offload_optimizer:
             account.free_all("gradient partition")
             account.free_all("accumulated gradients")
+            self._step_kept()
             return
         if not settings.short_step:
             largest = max((parameter.numel for parameter in self._mine), default=0)

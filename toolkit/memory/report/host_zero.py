@@ -65,13 +65,14 @@ def _replay_overlapped(memory: HostMemory, settings: EngineSettings, partition: 
         toolkit/offload/overlapped.py OverlappedOffload.__init__.
     """
     staging, master = settings.itemsize * partition, settings.master_itemsize * partition
+    passed = partition - round(settings.kept_share * partition)  # elements whose gradients come and whose weights go
     memory.allocate("master parameters", master)
     with memory.temporary("DeepSpeed's own buffers", staging + master):
-        memory.allocate("gradients on their way", settings.itemsize * partition)
-        memory.allocate("weights on their way", settings.itemsize * partition)
+        memory.allocate("gradients on their way", settings.reduced_itemsize * passed)
+        memory.allocate("weights on their way", settings.itemsize * passed)
     memory.start_passes()
-    if settings.zero_stage == 2 and settings.accumulation_steps > 1:
-        memory.allocate("sums of gradients", MASTER_ITEMSIZE * partition)
+    if settings.sums_on_host:
+        memory.allocate("sums of gradients", MASTER_ITEMSIZE * passed)
     memory.allocate("optimizer state", settings.state_bytes * partition)
 
 

@@ -86,6 +86,15 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             fix=f"Set parallel.offload to none, with `offload` in your script, or {OWN}",
             source="transformers modeling_utils.py gradient_checkpointing_enable",
         )
+    if draft.settings.zero_stage < draft.profile.deepspeed_from:
+        yield Problem(
+            code="INTEGRATION_OFFLOAD",
+            key="parallel.offload",
+            message=f"offload={draft.profile.name} under ZeRO-{draft.settings.zero_stage} is a step of the toolkit's own: for {name}, "
+            f"DeepSpeed has it from ZeRO-{draft.profile.deepspeed_from} on",
+            fix=f"Set parallel.offload to optimizer-cpu, or parallel.zero_stage to {draft.profile.deepspeed_from}, or {OWN}",
+            source="deepspeed runtime/zero/offload_config.py",
+        )
     if draft.job.parallel.pipeline > 1:
         yield Problem(
             code="INTEGRATION_PIPELINE",

@@ -79,7 +79,17 @@ def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
             fix="Set parallel.offload to optimizer-cpu-partial, or remove offload_ratio",
             source="deepspeed runtime/zero/config.py offload_ratio_check",
         )
-    if profile.partial and draft.job.train.optimizer != "adamw":
+    if profile.partial and not draft.twin_flow and draft.offload_engine != "overlapped":
+        why = "the job asks for it" if draft.against_overlap is None else draft.against_overlap
+        yield Problem(
+            code="OFFLOAD_PARTIAL_ENGINE",
+            key="parallel.offload",
+            message=f"offload={profile.name} under ZeRO-{draft.settings.zero_stage} with DeepSpeed's step ({why}): DeepSpeed "
+            "has a ratio under ZeRO-3 alone",
+            fix="Set parallel.offload to optimizer-cpu, or parallel.zero_stage to 3",
+            source="deepspeed runtime/zero/stage3.py",
+        )
+    if draft.twin_flow and draft.job.train.optimizer != "adamw":
         yield Problem(
             code="OFFLOAD_PARTIAL_OPTIMIZER",
             key="train.optimizer",
@@ -88,7 +98,7 @@ def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
             fix="Set train.optimizer to adamw, or parallel.offload to optimizer-cpu",
             source="deepspeed runtime/zero/stage3.py",
         )
-    if profile.partial and draft.model.num_parameters is None:
+    if draft.twin_flow and draft.model.num_parameters is None:
         yield Problem(
             code="OFFLOAD_PARTIAL_SIZE",
             key="parallel.offload",
@@ -110,7 +120,7 @@ def offload_engine(draft: UncheckedPlan) -> Iterator[Problem]:
         code="OFFLOAD_ENGINE",
         key="parallel.offload_engine",
         message=f"offload_engine={wanted} with offload={profile.name}: {why}",
-        fix=f"Set parallel.offload to optimizer-cpu with ZeRO-1 or 2, or {other}",
+        fix=f"Set parallel.offload to optimizer-cpu or optimizer-cpu-partial with ZeRO-1 or 2, or {other}",
         source="toolkit offload/overlapped.py",
     )
 
@@ -188,7 +198,7 @@ def offload_host_memory(draft: UncheckedPlan) -> Iterator[Problem]:
         key="parallel.fsdp2.cpu_offload" if sharded else "parallel.offload",
         message=f"{'cpu_offload=true' if sharded else f'offload={draft.profile.name}'} puts about {format_bytes(needed)} on each node, {where} has {host:g} GiB",
         fix="Rent more nodes or RAM and set cluster.host_memory_gib, "
-        + ("" if sharded else "lower parallel.offload_ratio with optimizer-cpu-partial, ")
+        + ("" if sharded else "lower parallel.offload_ratio with optimizer-cpu-partial under ZeRO-3, ")
         + "or train by LoRA",
         source="torch distributed/fsdp/_fully_shard/_fsdp_api.py CPUOffloadPolicy"
         if sharded
