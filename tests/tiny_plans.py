@@ -58,21 +58,22 @@ def tiny_plan(
 
 
 def step_batches(
-    step: int, *, ranks: int = RANKS, kind: str = "wrapped", accumulation: int = ACCUMULATION
+    step: int, *, ranks: int = RANKS, kind: str = "wrapped", accumulation: int = ACCUMULATION, multiple: int = 1
 ) -> list[list[dict[str, torch.Tensor]]]:
-    """The micro-batches of one optimizer step, by rank; `kind` is a packing."""
+    """The micro-batches of one optimizer step, by rank; `kind` is a packing, `multiple` one of the tokens of padded rows."""
     draw = torch.Generator().manual_seed(step)
     return [
         [
-            _micro_batch(draw, share=SHARES[rank % len(SHARES)][index % len(SHARES[0])], kind=kind)
+            _micro_batch(draw, share=SHARES[rank % len(SHARES)][index % len(SHARES[0])], kind=kind, multiple=multiple)
             for index in range(accumulation)
         ]
         for rank in range(ranks)
     ]
 
 
-def _micro_batch(draw: torch.Generator, *, share: float, kind: str) -> dict[str, torch.Tensor]:
+def _micro_batch(draw: torch.Generator, *, share: float, kind: str, multiple: int) -> dict[str, torch.Tensor]:
     length = LENGTH if kind != "none" else int(torch.randint(9, LENGTH + 1, (1,), generator=draw))
+    length = -(-length // multiple) * multiple
     ids_BS = torch.randint(3, 12, (MICRO, length), generator=draw)  # few of the 64 tokens: there is something to learn
     counts_BS = torch.rand((MICRO, length), generator=draw) < share
     batch = {"input_ids": ids_BS, "labels": torch.where(counts_BS, ids_BS, -100)}

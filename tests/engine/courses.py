@@ -54,6 +54,7 @@ class Case:
     tensor: int = 1
     sequence_parallel: bool | None = None
     pipeline: int = 1
+    context: int = 1
     schedule: str | None = None
     virtual_stages: int | None = None
     data: int = RANKS
@@ -64,7 +65,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.context * self.tensor * self.pipeline
 
     def plan(self, *, gpu: str = "cpu", **parallel: Any) -> Plan:
         return tiny_plan(
@@ -81,6 +82,7 @@ class Case:
                 "tensor": self.tensor,
                 "sequence_parallel": self.sequence_parallel,
                 "pipeline": self.pipeline,
+                "context": self.context,
                 "pipeline_schedule": self.schedule,
                 "virtual_stages": self.virtual_stages,
                 **parallel,
@@ -129,7 +131,12 @@ def reference(case: Case, *, drawn_on: str = "cpu") -> Course:
     """The course of a case, whatever its ZeRO stage, precision and offload, of weights drawn on the device where its ranks draw them."""
     told = {"loss": "full", "precision": "fp32", "gradient_accumulation_dtype": None, "gradient_checkpointing": False}
     train = {**case.train, **told}
-    data = {"ranks": case.data, "accumulation": case.micro_batches, "kind": case.packing}
+    data = {
+        "ranks": case.data,
+        "accumulation": case.micro_batches,
+        "kind": case.packing,
+        "multiple": case.context,
+    }
     return _reference(json.dumps([case.architecture, train, case.config, data, case.steps, drawn_on]))
 
 
@@ -276,10 +283,15 @@ def train_with_engine(rank: int, plan: Plan, packing: str, steps: int) -> Course
     losses, norms, snapshots = [], [], []
     with tk.initialize(plan) as run:
         for step in range(steps):
+            grid = run.world.grid
             batches = step_batches(
-                step, ranks=run.world.grid.dp, kind=packing, accumulation=plan.settings.batch.accumulation
+                step,
+                ranks=grid.row_groups,
+                kind=packing,
+                accumulation=plan.settings.batch.accumulation,
+                multiple=grid.cp,
             )
-            losses.append(float(run.step(batches[run.world.coordinate.dp])))
+            losses.append(float(run.step(batches[grid.row_group(rank)])))
             norms.append(run.gradient_norm)
             if step in (0, steps - 1):
                 snapshots.append(full_weights(run.model, run.world))
@@ -335,12 +347,13 @@ def claims(cases: Iterable[Case]) -> set[frozenset[tuple[str, Any]]]:
 
 def kinds_of(case: Case) -> list[str]:
     """The kinds of parallelism that a case has."""
-    alone = case.tensor == case.pipeline == 1
+    alone = case.tensor == case.pipeline == case.context == 1
     held = {
         "data": alone and case.data > 1,
         "tensor": case.tensor > 1,
         "pieces": case.sequence_parallel,
         "pipeline": case.pipeline > 1,
+        "context": case.context > 1,
     }
     return [kind for kind, has in held.items() if has]
 

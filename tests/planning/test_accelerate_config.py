@@ -103,6 +103,7 @@ def test_a_share_of_the_layers():
 def test_activations_on_the_cpu():
     assert "in bf16" in refused("INTEGRATION_FP8", "train.precision", train={"precision": "fp8"}).message
     refused("INTEGRATION_TENSOR", "parallel.tensor", model="llama-3.2-1b", parallel={"tensor": 2})
+    refused("INTEGRATION_CONTEXT", "parallel.context", model="llama-3.2-1b", parallel={"context": 2})
     refused("INTEGRATION_PIPELINE", "parallel.pipeline", model="llama-3.2-1b", parallel={"pipeline": 2})
     refused("INTEGRATION_KERNELS", "train.kernels", train={"kernels": "liger"})
     for loss in ("chunked", "liger"):

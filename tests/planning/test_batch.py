@@ -72,7 +72,7 @@ def test_one_visible_rank_shows_the_numbers_and_the_world():
     found = problem(train=256, micro=4, accumulation=8)
     assert "train_batch_size=256" in found.message
     assert "per_device_train_batch_size=4 × gradient_accumulation_steps=8 × 1 data-parallel rank = 32" in found.message
-    assert "all ranks of a pipeline or tensor group count once" in found.message
+    assert "all ranks of a pipeline, tensor or context group count once" in found.message
     assert "4×64" in found.fix
     assert "8×32" in found.fix
     assert "start more data-parallel ranks" in found.fix

@@ -159,6 +159,7 @@ def test_what_trainer_cannot_carry():
     refused("INTEGRATION_LOOP", "train.early_stopping_patience", train={"early_stopping_patience": 2}, data=held)
     refused("INTEGRATION_FP8", "train.precision", train={"precision": "fp8"})
     refused("INTEGRATION_TENSOR", "parallel.tensor", model="llama-3.2-1b", parallel={"tensor": 2})
+    refused("INTEGRATION_CONTEXT", "parallel.context", model="llama-3.2-1b", parallel={"context": 2})
     refused("INTEGRATION_PIPELINE", "parallel.pipeline", model="llama-3.2-1b", parallel={"pipeline": 2})
     assert "silently" in refused("INTEGRATION_LIGER", "train.loss", model="gpt2", train={"loss": "liger"}).message
     for share in (True, False, 1.0, 0.0):

@@ -102,8 +102,8 @@ def test_faults():
         grid.coordinate(2)
     with pytest.raises(ValueError, match="outside"):
         grid.rank(Coordinate(pp=0, dp=2, tp=0))
-    with pytest.raises(ValueError, match="'cp' is not a kind"):
-        grid.groups("cp")
+    with pytest.raises(ValueError, match="'ep' is not a kind"):
+        grid.groups("ep")
     with pytest.raises(ValueError, match="no kind of group"):
         grid.groups()
 
@@ -113,3 +113,20 @@ def test_needs_no_torch():
 
     code = "import sys, toolkit.topology, toolkit.topology.table; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ranks_that_share_rows_are_neighbours_of_the_data_axis():
+    grid = Grid.from_world(world_size=16, tp=2, cp=2)
+    assert (grid.dp, grid.row_groups, grid.size("cp"), grid.size("dp")) == (8, 4, 2, 8)
+    assert grid.groups("cp")[:2] == ((0, 2), (1, 3))
+    for rank in range(16):
+        group = grid.group_of(rank, "cp")
+        assert group[grid.context_rank(rank)] == rank
+        assert {grid.row_group(other) for other in group} == {grid.row_group(rank)}
+        assert set(group) <= set(grid.group_of(rank, "dp"))
+    with pytest.raises(PlanError, match="each row needs all of its ranks") as caught:
+        Grid.from_world(world_size=6, cp=4)
+    assert caught.value.codes == ("GRID_WORLD",)
+    with pytest.raises(PlanError) as caught:
+        Grid(dp=3, cp=2)
+    assert caught.value.codes == ("GRID_SIZE",)

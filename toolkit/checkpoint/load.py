@@ -79,7 +79,7 @@ def _restore_random_state(run: Run, folder: Path, saved: Grid, step: int) -> Non
     else:
         seed, place = run.plan.job.train.seed, world.coordinate
         seed_random_state(seed, dp_rank=place.dp, pp_rank=place.pp, step=step)
-    replicas = [saved.rank(Coordinate(pp=0, dp=dp_rank, tp=0)) for dp_rank in range(saved.dp)]
+    replicas = [saved.rank(Coordinate(pp=0, dp=dp_rank, tp=0)) for dp_rank in range(0, saved.dp, saved.cp)]
     run.stream_state = load_stream_state(folder, replicas)
 
 

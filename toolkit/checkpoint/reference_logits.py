@@ -31,9 +31,9 @@ def record_probe(run: Run, folder: Path) -> None:
     Products in fp8 run in bf16 here: an export has bf16 weights, and models loaded from it multiply in bf16.
 
     Collectives:
-        Those of a forward pass under ZeRO-3 or over stages; an all-gather of the logits over the tensor group.
+        Those of a forward pass under ZeRO-3, over stages or slices; an all-gather of the logits over the tensor or the context group.
     """
-    num_pieces = run.world.grid.tp if run.plan.settings.sequence_parallel else 1
+    num_pieces = run.world.grid.tp if run.plan.settings.sequence_parallel else run.world.grid.cp
     ids_BS = probe_tokens(run.plan.model.vocab_size, num_pieces=num_pieces)
     with torch.no_grad(), without_fp8(run.model):
         for _, outputs in run.outputs([{"input_ids": ids_BS}]):

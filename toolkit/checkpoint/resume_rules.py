@@ -217,6 +217,7 @@ RULES: dict[str, Rule] = {
     "parallel.tensor": _GRID,
     "parallel.pipeline": _GRID,
     "parallel.virtual_stages": _GRID,
+    "parallel.context": _TOLD,  # its ranks shard and save as data-parallel ranks do
     "parallel.strategy": _CONVERTED,
     **_options("ddp", "bucket_cap_mb find_unused_parameters static_graph broadcast_buffers gradient_as_bucket_view"),
     "parallel.ddp.comm_hook": replace(

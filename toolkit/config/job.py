@@ -771,6 +771,10 @@ class Parallel(Section):
     """Whether tensor ranks also share what lies between the sharded layers, by pieces of the sequence (arXiv
     2205.05198): less memory for activations, the same bytes sent.
     """
+    context: Count = 1
+    """Context-parallel size: ranks that share each row by slices of its sequence, and attention by its heads (DeepSpeed-Ulysses, arXiv
+    2309.14509). They hold the weights as data-parallel ranks do, and see the same batch.
+    """
     pipeline: Count = 1
     """Pipeline-parallel size: ranks that share each model by its layers (arXiv 1811.06965); they see the same batch."""
     pipeline_schedule: PipelineSchedule | None = None
@@ -832,8 +836,13 @@ class Job(Section):
 
     @property
     def dp_size(self) -> int:
-        """Number of replicas; 0 where the ranks are too few for one, which a rule refuses."""
+        """Number of replicas, over which ZeRO shards; 0 where the ranks are too few for one, which a rule refuses."""
         return self.cluster.num_ranks // self.model_ranks
+
+    @property
+    def row_groups(self) -> int:
+        """Number of groups of replicas that read different rows: all of them, or with context parallelism runs of as many as share a row."""
+        return self.dp_size // self.parallel.context
 
     @classmethod
     @checks_arguments

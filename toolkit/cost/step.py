@@ -207,8 +207,8 @@ def _with_modules(passes: Sequence[PassTime], plan: Plan, trace: MemoryTrace, sp
 
 
 def _tensor_seconds(plan: Plan, made: PassTime, links: Links) -> float:
-    """Return the seconds of the collectives of tensor parallelism in a pass."""
-    ranks, per_node = plan.grid.tp, plan.job.cluster.gpus_per_node
+    """Return the seconds of the collectives of tensor or context parallelism, which are not together, in a pass."""
+    ranks, per_node = max(plan.grid.tp, plan.grid.cp), plan.job.cluster.gpus_per_node
     return sum(
         count * links.ring_seconds(size, ranks, per_node=per_node, passes=2 if name == "all_reduce" else 1)
         for name, size, count in made.collectives
@@ -226,7 +226,8 @@ def _single(plan: Plan, rank: _RankTime, speed: CardSpeed) -> tuple[dict[str, fl
     for name in rank.forward.parts:
         parts[name] = accumulation * (rank.forward.parts[name] + rank.backward.parts[name])
     parts["recomputation"] = accumulation * rank.recomputation.card_seconds
-    _add(parts, {"tensor parallelism": accumulation * sum(rank.tensor_seconds)})
+    named = "tensor parallelism" if plan.grid.cp == 1 else "context parallelism"
+    _add(parts, {named: accumulation * sum(rank.tensor_seconds)})
     _add(parts, rank.engine.beside)
     card = sum(parts.values())
     host = rank.engine.host_seconds + accumulation * (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,7 +36,7 @@ class Collator:
 
     `wrapped`: input_ids and labels. `separated`: also position_ids, which restart at each document; from them the
     model derives a block-diagonal mask, if given no attention_mask and no cache. `none`: also attention_mask; rows are
-    padded to the longest, in multiples of 8, at most sequence_length.
+    padded to the longest, in multiples of 8 and of `num_slices`, at most sequence_length.
 
     Args:
         packing: Packing of the rows.
@@ -43,6 +44,7 @@ class Collator:
         pad_token_id: Token that fills a row.
         flatten: Whether to concatenate `separated` rows, shape (1, batch * sequence): flash attention derives documents
             from position_ids only in a batch of one.
+        num_slices: Number of ranks that share each row.
 
     Source:
         transformers, masking_utils.find_packed_sequence_indices; modeling_flash_attention_utils._is_packed_sequence.
@@ -52,15 +54,17 @@ class Collator:
     sequence_length: int
     pad_token_id: int
     flatten: bool = False
+    num_slices: int = 1
 
     @classmethod
-    def of(cls, dataset: Packed, *, flatten: bool = False) -> Collator:
+    def of(cls, dataset: Packed, *, flatten: bool = False, num_slices: int = 1) -> Collator:
         """Return the collator for a data set's rows."""
         return cls(
             packing=dataset.packing,
             sequence_length=dataset.sequence_length,
             pad_token_id=dataset.pad_token_id,
             flatten=flatten,
+            num_slices=num_slices,
         )
 
     def __call__(self, rows: Sequence[dict[str, np.ndarray]]) -> MicroBatch:
@@ -71,7 +75,8 @@ class Collator:
                 return {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
             return batch
         longest = max(len(row["input_ids"]) for row in rows)
-        shape = (len(rows), min(self.sequence_length, -(-longest // ROUND_TO) * ROUND_TO))
+        multiple = math.lcm(ROUND_TO, self.num_slices)
+        shape = (len(rows), min(self.sequence_length, -(-longest // multiple) * multiple))
         input_ids, labels = np.full(shape, self.pad_token_id, np.int64), np.full(shape, IGNORED, np.int64)
         attention_mask = np.zeros(shape, np.int64)
         for at, row in enumerate(rows):

@@ -81,6 +81,16 @@ def reduce_scatter(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) 
     return start_reduce_scatter(tensor, dim=dim, group=group).wait()
 
 
+def all_to_all(pieces: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return on rank r the r-th pieces, along the first dimension, of all ranks, in their order. Shape of `pieces`.
+
+    Args:
+        pieces: One piece for each rank of the group.
+    """
+    ones = [1] * group.size()
+    return Pending(tensor=_ops.all_to_all_single(pieces.contiguous(), ones, ones, group.group_name)).wait()
+
+
 def broadcast(tensor: torch.Tensor, *, source: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tensor of the group's rank `source`, on each rank, as a new tensor.
 

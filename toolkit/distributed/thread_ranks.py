@@ -163,6 +163,20 @@ class ThreadGroup(dist.ProcessGroup):
         self._rendezvous.exchange(self._rank, own, reduce)
         return _Done()
 
+    def all_to_all_single(
+        self, output: torch.Tensor, own: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> dist.Work:
+        """Give each rank its piece of every rank's tensor; pieces are equal."""
+
+        def pick(all_ranks: list[torch.Tensor]) -> None:
+            pieces = [of_rank.chunk(self.size())[self._rank] for of_rank in all_ranks]
+            output.copy_(torch.cat(pieces).view_as(output))
+
+        self._rendezvous.exchange(self._rank, own, pick)
+        return _Done()
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  # its older name
+
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Overwrite tensors by those of the root."""
         found: list[list[torch.Tensor]] = []

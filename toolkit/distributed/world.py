@@ -45,6 +45,7 @@ class World:
         coordinate: This rank's place in the grid.
         dp_group: Group of ranks with the same parameters and different data.
         tp_group: Group of ranks that shard each layer and see the same data; None without tensor parallelism.
+        context_group: Group of data-parallel ranks that share each row by slices of its sequence; None without context parallelism.
         owns_groups: Whether `init_world` joined the process groups, so that `destroy_world` leaves them.
         progress: What this rank does, for a watch over all of them.
         nodes: The machines by name, if there are several.
@@ -58,6 +59,7 @@ class World:
     dp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup | None
     owns_groups: bool
+    context_group: dist.ProcessGroup | None = None
     progress: Progress = field(default_factory=Progress, repr=False, compare=False)
     nodes: tuple[NodeName, ...] = ()
 
@@ -161,6 +163,7 @@ def init_world(
         dp_group=join_group(grid, rank, "dp"),
         tp_group=join_group(grid, rank, "tp") if grid.tp > 1 else None,
         owns_groups=owns_groups,
+        context_group=join_group(grid, rank, "cp") if grid.cp > 1 else None,
         nodes=nodes,
     )
 

@@ -1,4 +1,4 @@
-"""Check that all ranks of a model replica received the same batch: shards and stages of one model must see the same tokens."""
+"""Check that ranks received the same batch that share a model or its rows: shards, stages and slices must see the same tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.errors import RunError
 
 
 def compare_batches(micro_batches: Sequence[Mapping[str, torch.Tensor]], world: World) -> None:
-    """Compare the batches of the ranks that share one replica of the model.
+    """Compare the batches of the ranks that share one replica of the model, or each row.
 
     Args:
         micro_batches: This rank's micro-batches of one step.
@@ -23,7 +23,7 @@ def compare_batches(micro_batches: Sequence[Mapping[str, torch.Tensor]], world: 
         A gather of 32 bytes per rank over the world, so that all ranks raise if one does.
 
     Raises:
-        RunError: TP_BATCH on every rank of the world, naming the ranks that differ.
+        RunError: TP_BATCH or CONTEXT_BATCH on every rank of the world, naming the ranks that differ.
     """
     digests: list[str | None] = [None] * world.size
     dist.all_gather_object(digests, _digest(micro_batches))
@@ -37,6 +37,17 @@ def compare_batches(micro_batches: Sequence[Mapping[str, torch.Tensor]], world: 
                 f"{', '.join(map(str, group))}: the shards of one model would see different tokens",
                 fix="Give all ranks of a replica the same batch: choose it by `run.world.coordinate.dp`, not by "
                 "rank, or take batches from `run.loader`",
+            )
+    for group in world.grid.groups("cp"):
+        others = [rank for rank in group if digests[rank] != digests[group[0]]]
+        if others:
+            raise RunError.of(
+                code="CONTEXT_BATCH",
+                key="parallel.context",
+                message=f"ranks {', '.join(map(str, others))} got another batch than rank {group[0]} of their context group "
+                f"{', '.join(map(str, group))}: slices of one row would be of different rows",
+                fix="Give all ranks of a context group the same whole rows: choose them by `run.world.grid.row_group(rank)`, or take "
+                "batches from `run.loader`",
             )
 
 

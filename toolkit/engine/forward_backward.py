@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import masking_utils
 
+from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.distributed.world import World
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.modeling.loss import StepLoss
@@ -49,6 +50,7 @@ def step_loss(plan: Plan, world: World, engine: Any) -> StepLoss:
         tp_group=world.tp_group,
         vocab_size=plan.model.vocab_size,
         dp_size=world.grid.dp,
+        part=None if world.context_group is None else SequenceSlice.of(world.context_group),
     )
 
 

@@ -21,6 +21,7 @@ from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import PreparedData
 from toolkit.data.streaming import StreamedRows, StreamLoader
+from toolkit.distributed.collectives import all_gather
 from toolkit.distributed.deepspeed_private import restore_patches
 from toolkit.distributed.world import World, destroy_world
 from toolkit.engine.batch_check import compare_batches
@@ -111,7 +112,7 @@ class Run:
         self._pending: Pending | None = None
         self._num_pending = 0
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=world.device)
-        self._batches_compared = world.grid.size("model") == 1
+        self._batches_compared = world.grid.size("model") * world.grid.cp == 1
         self._passes: ForwardBackward = (PipelineForwardBackward if world.grid.pp > 1 else GradientAccumulation)(
             plan, world, engine, self.memory
         )
@@ -257,7 +258,7 @@ class Run:
             train_batch_size=batch.train,
             micro_batch_size=batch.micro,
             gradient_accumulation_steps=batch.accumulation,
-            dp_rank=self.world.coordinate.dp,
+            dp_rank=self.world.grid.row_group(self.world.rank),
             dp_size=batch.dp_size,
             seed=self.plan.job.train.seed,
             start_step=self.step_count,
@@ -283,7 +284,7 @@ class Run:
             collate=self._collator(rows),
             micro_batch_size=batch.micro,
             gradient_accumulation_steps=batch.accumulation,
-            dp_rank=self.world.coordinate.dp,
+            dp_rank=self.world.grid.row_group(self.world.rank),
             dp_size=batch.dp_size,
             num_steps=total - self.step_count,
             state=state,
@@ -305,8 +306,8 @@ class Run:
             dataset,
             collate=self._collator(dataset),
             micro_batch_size=self.plan.settings.per_device_eval_batch_size,
-            dp_rank=self.world.coordinate.dp,
-            dp_size=self.world.grid.dp,
+            dp_rank=self.world.grid.row_group(self.world.rank),
+            dp_size=self.world.grid.row_groups,
         )
 
     @checks_arguments
@@ -347,7 +348,8 @@ class Run:
         flags = torch.tensor([*self._asks(), _num_tokens(moved)], device=device)
         counts = torch.cat([targets.view(1), flags]).to(torch.float64)
         dist.all_reduce(counts)
-        counts[0::5] /= self.world.grid.size("model")  # tensor ranks and stages have counted the same tokens
+        # Tensor ranks, stages and ranks that share rows have counted the same tokens.
+        counts[0::5] /= self.world.grid.size("model") * self.world.grid.cp
         self._heed(self._requests.read(counts[1:5]))
         self._num_tokens += counts[5]
         num_targets = counts[0].clamp(min=1).to(torch.float32)
@@ -437,17 +439,28 @@ class Run:
             if outputs is not None:
                 sums[0] += self._passes.losses.summed(outputs, batch["labels"])
                 sums[1] += count_targets(batch["labels"])
-                if self.compute_metrics is not None:
+                if self.compute_metrics is not None and self._counts_rows(outputs):
                     for name, pair in self.compute_metrics(outputs.logits, batch["labels"]).items():
                         totals.update({(name, part): float(number) for part, number in enumerate(pair)})
             del outputs  # else they would coexist with those of the next batch
         self.memory.end("evaluation")
         dist.all_reduce(sums, group=self._replicas)
+        sums[1] /= self.world.grid.cp  # whose ranks have counted the targets of whole rows
         loss = float(sums[0] / sums[1].clamp(min=1))
         others = {f"{prefix}{key}": value for key, value in self._summed_metrics(totals).items()}
         self.metrics = {f"{prefix}loss": loss, **others}
         self.call_hooks("evaluation", loss)
         return loss
+
+    def _counts_rows(self, outputs: Any) -> bool:
+        """Join the scores of ranks that share rows, and return whether this rank is the one that counts them."""
+        self._join_slices(outputs)
+        return self.world.grid.context_rank(self.world.rank) == 0
+
+    def _join_slices(self, outputs: Any) -> None:
+        """Give outputs of a slice of each row the scores of the whole."""
+        if self.world.context_group is not None and getattr(outputs, "logits", None) is not None:
+            outputs.logits = all_gather(outputs.logits, dim=1, group=self.world.context_group)
 
     def _summed_metrics(self, totals: Counter[tuple[str, int]]) -> dict[str, float]:
         """Return the metrics of all ranks' batches; those of the last stage have them in a pipeline."""
@@ -469,13 +482,17 @@ class Run:
                 drops the outputs before it asks for the next batch's saves the memory of one batch.
 
         Returns:
-            The model's outputs on the ranks of the last stage; None on the other stages of a pipeline.
+            The model's outputs on the ranks of the last stage; None on the other stages of a pipeline. With context parallelism the
+            scores of whole rows, which each rank of the group has given.
 
         Raises:
             SpecError: ARGUMENT if a batch lacks `input_ids`.
             RunError: STEP_AFTER_FAILURE if an earlier pass of a pipeline has failed.
         """
-        yield from self._outputs(batches, _BATCH[:1])
+        for batch, outputs in self._outputs(batches, _BATCH[:1]):
+            self._join_slices(outputs)
+            yield batch, outputs
+            del outputs
 
     def _outputs(self, batches: Iterable[MicroBatch], names: Sequence[str]) -> Iterator[tuple[MicroBatch, Any]]:
         self._check_whole()
@@ -503,7 +520,9 @@ class Run:
             )
         # transformers' FlashAttention path separates packed documents only in a batch of one row
         # (modeling_flash_attention_utils.py _is_packed_sequence).
-        return Collator.of(dataset, flatten=self.plan.settings.attention == "flash_attention_2")
+        return Collator.of(
+            dataset, flatten=self.plan.settings.attention == "flash_attention_2", num_slices=self.world.grid.cp
+        )
 
     def _check_whole(self) -> None:
         if self._passes.failed:

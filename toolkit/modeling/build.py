@@ -23,6 +23,8 @@ from transformers.initialization import no_init_weights
 
 from toolkit.arguments import checks_arguments
 from toolkit.config.job import Fp8, Fsdp2, Kept, Kernels, Lora, Loss
+from toolkit.context_parallel.apply import apply_context_parallel
+from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
 from toolkit.distributed.deepspeed_private import mark_leaf
 from toolkit.distributed.world import World
@@ -176,7 +178,13 @@ def build_model(
     _check_packages(options, device)
     config = model_config(plan)
     import_architecture(config, trust_remote_code=options.trust_remote_code)
-    prove_splits(config, tensor=plan.grid.tp, pipeline=plan.grid.pp, trust_remote_code=options.trust_remote_code)
+    prove_splits(
+        config,
+        tensor=plan.grid.tp,
+        pipeline=plan.grid.pp,
+        context=plan.grid.cp,
+        trust_remote_code=options.trust_remote_code,
+    )
     dp_group = None if world is None else world.dp_group
     if plan.job.parallel.strategy == "fsdp2" and world is not None:
         return _build_sharded(
@@ -210,7 +218,8 @@ def build_model(
         initialize_weights(model, seed=options.seed, dense=dense)
     else:
         load_pretrained(model, weights, group=dp_group, dense=dense, grows=options.grows, progress=on_progress)
-    adapted = finish_model(add_adapters(model, options), options)
+    context_group = None if world is None else world.context_group
+    adapted = finish_model(add_adapters(model, options), options, context_group=context_group)
     if options.lora is not None and options.lora.adapter is not None:
         load_adapter(adapted, options.lora, options.lora.adapter, tp_group=None if world is None else world.tp_group)
     if world is not None and world.grid.size("model") > 1:
@@ -369,13 +378,20 @@ def no_weight(name: str, pattern: str, model: nn.Module) -> PlanError:
     )
 
 
-def finish_model(model: Any, options: BuildOptions, *, checkpointed: Sequence[nn.Module] | None = None) -> Any:
-    """Apply float8, kernels, checkpointing, the loss and compilation to a model with its adapters, in this order.
+def finish_model(
+    model: Any,
+    options: BuildOptions,
+    *,
+    checkpointed: Sequence[nn.Module] | None = None,
+    context_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Apply float8, kernels, checkpointing, slices of the sequence, the loss and compilation to a model with its adapters, in this order.
 
     Args:
         model: A `PreTrainedModel`, or a `peft.PeftModel` around one; modified in place.
         options: Of the model.
         checkpointed: Decoder layers that recompute; chosen among the model's own by default.
+        context_group: Ranks that share each row; None where each has whole rows.
 
     Returns:
         The model, in training mode.
@@ -386,11 +402,15 @@ def finish_model(model: Any, options: BuildOptions, *, checkpointed: Sequence[nn
     if checkpointed is None:
         checkpointed = layers_to_checkpoint(model, fraction=options.checkpointing, every=options.checkpoint_every)
     checkpoint_layers(checkpointed, keep=options.checkpoint_keep, offload_inputs=options.offload_inputs)
+    part = None
+    if context_group is not None:
+        part = SequenceSlice.of(context_group)
+        apply_context_parallel(model, group=context_group)
     info = stage_info(model)
     if options.neftune and (info is None or info.part.first):  # which alone has the embeddings
         add_noise(model, options.neftune)
     if info is None or info.part.last:  # other stages of a pipeline have no head
-        apply_loss(model, options.loss)
+        apply_loss(model, options.loss, part=part)
     if options.torch_compile:
         compile_layers(model)
     model.train()

@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from toolkit.config.job import Loss
+from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.errors import PlanError, first_line
 from toolkit.modeling import liger
 from toolkit.modeling.linear_cross_entropy import LogitMap, chunked_cross_entropy, linear_cross_entropy
-from toolkit.modeling.loss import IGNORED
+from toolkit.modeling.loss import shifted
 
 # Head outputs for testing what a model does to them; different magnitudes and signs distinguish scaling from capping.
 PROBE = (-41.0, -7.5, -0.5, 0.0, 0.25, 3.0, 19.0, 64.0)
@@ -34,12 +35,13 @@ PROBE_TOLERANCE = 1e-5
 HeadLoss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def apply_loss(model: Any, loss: Loss) -> None:
+def apply_loss(model: Any, loss: Loss, *, part: SequenceSlice | None = None) -> None:
     """Make a model that is called with `labels` return the summed loss instead of logits; `full` leaves it unchanged.
 
     Args:
         model: A `PreTrainedModel`, or a `peft.PeftModel` around one; adapters must be in place.
         loss: Value of `train.loss`.
+        part: Slice of the sequence that the model computes; None for all of it. Labels are those of the whole sequence.
 
     Raises:
         PlanError: LOSS_ARCHITECTURE if the model does not end in one head whose output is at most scaled or capped;
@@ -62,7 +64,7 @@ def apply_loss(model: Any, loss: Loss) -> None:
         with _without_head(self, path) as taken:
             outputs = own_forward(self, *args, **inputs)
         [hidden_BSD] = taken.inputs
-        targets_BS = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        targets_BS = shifted(labels, part)
         return MoeCausalLMOutputWithPast(
             loss=evaluate(self.get_submodule(path), hidden_BSD.flatten(0, -2), targets_BS.flatten()),
             aux_loss=getattr(outputs, "aux_loss", None),

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from toolkit.config.job import Loss, Train
 from toolkit.config.user_code import imported
+from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 # Maps logits and labels to the summed loss.
@@ -30,7 +31,12 @@ def count_targets(labels_BS: torch.Tensor) -> torch.Tensor:
 
 
 def summed_cross_entropy(
-    logits_BSV: torch.Tensor, labels_BS: torch.Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    logits_BSV: torch.Tensor,
+    labels_BS: torch.Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    part: SequenceSlice | None = None,
 ) -> torch.Tensor:
     """Return the summed cross entropy of next tokens, in fp32.
 
@@ -39,6 +45,7 @@ def summed_cross_entropy(
         labels_BS: Token ids at their own positions, -100 for tokens outside the loss. Shape (batch, sequence).
         label_smoothing: Factor ε: (1 - ε) times the cross entropy plus ε times its mean over all classes.
         z_loss: Weight of the squared logarithm of the softmax's denominator, which is added.
+        part: Slice of the sequence that the logits are of; None for all of it. Labels are those of the whole sequence.
 
     Returns:
         Scalar in fp32. Divide by `count_targets` for the mean.
@@ -47,7 +54,7 @@ def summed_cross_entropy(
         transformers loss/loss_utils.py ForCausalLMLoss: the labels are shifted, not the logits, which avoids a copy
         of the largest tensor.
     """
-    targets_T = shifted(labels_BS).reshape(-1)
+    targets_T = shifted(labels_BS, part).reshape(-1)
     scores_TV = logits_BSV.float().view(-1, logits_BSV.shape[-1])
     loss = functional.cross_entropy(
         scores_TV, targets_T, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
@@ -57,9 +64,10 @@ def summed_cross_entropy(
     return loss
 
 
-def shifted(labels_BS: torch.Tensor) -> torch.Tensor:
-    """Return shifted labels: each position gets that of the next one, the last one -100. Shape (batch, sequence)."""
-    return functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+def shifted(labels_BS: torch.Tensor, part: SequenceSlice | None = None) -> torch.Tensor:
+    """Return shifted labels: each position gets that of the next one, the last one -100. Shape (batch, sequence), or of a slice of it."""
+    targets_BS = functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+    return targets_BS if part is None else part.take(targets_BS, dim=1)
 
 
 def token_loss(
@@ -77,7 +85,12 @@ def token_loss(
 
 
 def cross_entropy_over(
-    tp_group: dist.ProcessGroup | None, *, vocab_size: int, label_smoothing: float = 0.0, z_loss: float = 0.0
+    tp_group: dist.ProcessGroup | None,
+    *,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    part: SequenceSlice | None = None,
 ) -> CrossEntropy:
     """Return the function that computes `summed_cross_entropy` of logits whose vocabulary is sharded over a group.
 
@@ -86,11 +99,12 @@ def cross_entropy_over(
         vocab_size: Vocabulary size of the whole model, without padding.
         label_smoothing: As `summed_cross_entropy` takes it.
         z_loss: The same.
+        part: The same; only of logits whose vocabulary is whole.
     """
     if tp_group is None:
-        if not label_smoothing and not z_loss:
+        if not label_smoothing and not z_loss and part is None:
             return summed_cross_entropy
-        return partial(summed_cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
+        return partial(summed_cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss, part=part)
 
     def summed(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         targets_BS = shifted(labels_BS)
@@ -140,18 +154,25 @@ class StepLoss:
 
     @classmethod
     def of(
-        cls, train: Train, *, config: Any, tp_group: dist.ProcessGroup | None, vocab_size: int, dp_size: int = 1
+        cls,
+        train: Train,
+        *,
+        config: Any,
+        tp_group: dist.ProcessGroup | None,
+        vocab_size: int,
+        dp_size: int = 1,
+        part: SequenceSlice | None = None,
     ) -> Self:
-        """Return the loss of a job's training section."""
+        """Return the loss of a job's training section; `part` is this rank's slice of each sequence, if it has no more."""
         options = {"label_smoothing": train.label_smoothing_factor, "z_loss": train.z_loss}
         objective: CrossEntropy | None = None
         if train.compute_loss is not None:
             objective = imported("train.compute_loss", train.compute_loss)
         elif any(options.values()):
-            objective = cross_entropy_over(tp_group, vocab_size=vocab_size, **options)
+            objective = cross_entropy_over(tp_group, vocab_size=vocab_size, part=part, **options)
         return cls(
             kind=train.loss,
-            cross_entropy=cross_entropy_over(tp_group, vocab_size=vocab_size),
+            cross_entropy=cross_entropy_over(tp_group, vocab_size=vocab_size, part=part),
             config=config,
             dp_size=dp_size,
             objective=objective,

@@ -17,6 +17,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from toolkit.context_parallel.proof import context_proof
 from toolkit.errors import PlanError, ToolkitError
 from toolkit.modeling.architecture import import_architecture, model_config, own_class
 from toolkit.pipeline_parallel.proof import pipeline_proof
@@ -46,17 +47,19 @@ def class_and_config(
     return kind, config
 
 
-def prove_splits(config: PreTrainedConfig, *, tensor: int, pipeline: int, trust_remote_code: bool = False) -> None:
-    """Make or read the proofs that a model needs for its tensor ranks and stages; tests hold some architectures to them.
+def prove_splits(
+    config: PreTrainedConfig, *, tensor: int, pipeline: int, context: int = 1, trust_remote_code: bool = False
+) -> None:
+    """Make or read the proofs that a model needs for its tensor ranks, stages and slices; tests hold some architectures to the first two.
 
     What `tp_plan_for` and `split_model` do later on a model of this configuration is then known.
 
     Raises:
-        PlanError: PIPELINE_ARCHITECTURE if its stages are not the whole model. What `tp_plan_for` refuses, it refuses itself.
+        PlanError: PIPELINE_ARCHITECTURE if its stages are not the whole model; CONTEXT_ARCHITECTURE if its slices are not. What `tp_plan_for` refuses, it refuses itself.
     """
     needs_tensor = tensor > 1 and not has_table(config.get_text_config(decoder=True))
     needs_pipeline = pipeline > 1 and config.model_type not in STAGED_MODEL_TYPES
-    if not needs_tensor and not needs_pipeline:
+    if not needs_tensor and not needs_pipeline and context == 1:
         return
     kind, own = class_and_config(config, trust_remote_code=trust_remote_code)
     if needs_tensor:
@@ -65,6 +68,10 @@ def prove_splits(config: PreTrainedConfig, *, tensor: int, pipeline: int, trust_
         proof = pipeline_proof(kind, own)
         if proof.problem:
             raise _no_pipeline(kind, proof.problem)
+    if context > 1:
+        shared = context_proof(kind, own)
+        if shared.problem:
+            raise _no_context(kind, shared.problem)
 
 
 def check_twin(model: PreTrainedModel) -> None:
@@ -84,13 +91,13 @@ def proofs_of(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return the figures of the proofs that a plan needs: largest differences, what ranks share, and a hash of the table.
 
     Raises:
-        PlanError: TP_ARCHITECTURE, PIPELINE_ARCHITECTURE for a model that is refused.
+        PlanError: TP_ARCHITECTURE, PIPELINE_ARCHITECTURE, CONTEXT_ARCHITECTURE for a model that is refused.
     """
-    if plan.grid.size("model") == 1:
+    if plan.grid.size("model") * plan.grid.cp == 1:
         return {}
     config, trusted = model_config(plan), plan.job.model.trust_remote_code
     import_architecture(config, trust_remote_code=trusted)
-    prove_splits(config, tensor=plan.grid.tp, pipeline=plan.grid.pp, trust_remote_code=trusted)
+    prove_splits(config, tensor=plan.grid.tp, pipeline=plan.grid.pp, context=plan.grid.cp, trust_remote_code=trusted)
     kind, own = class_and_config(config, trust_remote_code=trusted)
     found: dict[str, dict[str, Any]] = {}
     if plan.grid.tp > 1 and not has_table(own):
@@ -106,7 +113,18 @@ def proofs_of(plan: Plan) -> dict[str, dict[str, Any]]:
         }
     if plan.grid.pp > 1 and own.model_type not in STAGED_MODEL_TYPES:
         found["pipeline"] = {"difference": pipeline_proof(kind, own).difference}
+    if plan.grid.cp > 1:
+        found["context"] = {"difference": context_proof(kind, own).difference}
     return found
+
+
+def _no_context(kind: type[PreTrainedModel], why: str) -> PlanError:
+    return PlanError.of(
+        code="CONTEXT_ARCHITECTURE",
+        key="parallel.context",
+        message=f"slices of sequences of {kind.__name__} could not be proven on a small twin: {why}",
+        fix="Set parallel.context to 1",
+    )
 
 
 def _no_pipeline(kind: type[PreTrainedModel], why: str) -> PlanError:

@@ -20,7 +20,7 @@ class Batch:
     Args:
         micro: Sequences per data-parallel rank and forward pass.
         accumulation: Micro batches per optimizer step.
-        dp_size: Data-parallel ranks.
+        dp_size: Data-parallel ranks that read different rows; those of a context group count once.
     """
 
     micro: PositiveInt
@@ -116,7 +116,7 @@ def _unsolvable(micro: int | None, accumulation: int | None, train: int, dp_size
             f"train_batch_size={train} is not per_device_train_batch_size={micro or 'any'} × "
             f"gradient_accumulation_steps={accumulation or 'any'} × {ranks}"
             + (f" = {micro * accumulation * dp_size}" if micro and accumulation else "")
-            + (": all ranks of a pipeline or tensor group count once" if dp_size == 1 else "")
+            + (": all ranks of a pipeline, tensor or context group count once" if dp_size == 1 else "")
         ),
         fix=f"Set {left}micro × accumulation to one of {shown}"
         + (", or start more data-parallel ranks" if dp_size == 1 else "")

@@ -154,7 +154,7 @@ def _decide_batch(job: Job, sequence_length: int, chooser: Chooser) -> Batch:
         micro=train.per_device_train_batch_size,
         accumulation=train.gradient_accumulation_steps,
         train=train.train_batch_size,
-        dp_size=job.dp_size or 1,
+        dp_size=job.row_groups or 1,
         sequence_length=sequence_length,
         wanted_accumulation=1 if job.parallel.pipeline == 1 else MICRO_BATCHES_OF_A_STAGE * job.parallel.pipeline,
     )

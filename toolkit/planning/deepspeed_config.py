@@ -34,7 +34,8 @@ def deepspeed_config(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]
     settings = draft.settings
     dtype = settings.dtype
     config: dict[str, Any] = {
-        "train_batch_size": settings.batch.train,
+        # DeepSpeed multiplies by all data-parallel ranks, also those that share rows (runtime/config.py _batch_assertion).
+        "train_batch_size": settings.batch.train * draft.job.parallel.context,
         "train_micro_batch_size_per_gpu": settings.batch.micro,
         "gradient_accumulation_steps": settings.batch.accumulation,
         "gradient_clipping": draft.job.train.max_grad_norm,
@@ -47,7 +48,7 @@ def deepspeed_config(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]
         # Our loop runs all micro-batches of a step; the engine is told of one. DeepSpeed's timer would synchronize with the
         # device at each forward pass, and deadlock on receives whose sends depend on this rank going on.
         config |= {
-            "train_batch_size": settings.batch.micro * settings.batch.dp_size,
+            "train_batch_size": settings.batch.micro * draft.job.dp_size,
             "gradient_accumulation_steps": 1,
             "timers": {"throughput": {"enabled": False}},
         }
@@ -117,7 +118,7 @@ def _zero_section(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]:
         swap_buffer_size=parameter_buffer_size(
             largest_parameter=_largest_parameter(draft),
             num_parameters=draft.model.num_parameters,
-            dp_size=settings.batch.dp_size,
+            dp_size=draft.job.dp_size,
         ),
     )
 
@@ -128,7 +129,7 @@ def _reduces_beside(draft: UncheckedPlan) -> bool:
     Two H200s, 8B, ZeRO-2: of a step of 1.92 s the reductions took 0.21 without it (benchmarks/results/jobs-2xh200.jsonl). A
     pipeline's passes reduce at their end, and an offloaded optimizer copies each bucket to the host.
     """
-    several = draft.settings.batch.dp_size > 1 and not draft.on_cpu
+    several = draft.job.dp_size > 1 and not draft.on_cpu
     return several and draft.job.parallel.pipeline == 1 and draft.profile.optimizer is None
 
 

@@ -215,6 +215,6 @@ def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> li
         for part, said in (("job", given), ("choices", recorded.get(key)))
         if said is not None and said != settled
     ]
-    if batch.dp_size != job.dp_size:
-        found.append(f"the job's cluster has {job.dp_size} data-parallel ranks, the settings {batch.dp_size}")
+    if batch.dp_size != job.row_groups:
+        found.append(f"the job's cluster has {job.row_groups} data-parallel ranks, the settings {batch.dp_size}")
     return found

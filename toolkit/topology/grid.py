@@ -1,5 +1,9 @@
 """The grid of ranks: pipeline × data × tensor, and the ranks of every group. Arithmetic only.
 
+Data-parallel ranks hold the same parameters, or under ZeRO shards of them. With context parallelism runs of `cp` neighbours among
+them read the same rows, of which each keeps a slice of the sequence; the others read different rows. All of them shard and sum as one
+data-parallel group.
+
 Ranks are numbered in row-major order over (pp, dp, tp), so the ranks of a tensor group are adjacent and lie on one node, and
 pipeline stages are farthest apart: the traffic of a stage boundary is the smallest. DeepSpeed's
 `PipeModelDataParallelTopology` (deepspeed/runtime/pipe/topology.py) numbers ranks in the same way.
@@ -30,6 +34,8 @@ KINDS: dict[str, tuple[Axis, ...]] = {
     "dp-pp": ("pp", "dp"),
     "world": AXES,
 }
+# Ranks that read the same rows, each a slice of them: a part of the data axis.
+CONTEXT = "cp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -47,7 +53,7 @@ class Coordinate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Sizes of the three axes, outermost first.
+    """Sizes of the three axes, outermost first, and how many data-parallel neighbours share a row.
 
     >>> grid = Grid(pp=2, dp=2, tp=2)
     >>> grid.coordinate(5)
@@ -59,19 +65,24 @@ class Grid:
     pp     (0, 4) (1, 5) (2, 6) (3, 7)
     model  (0, 1, 4, 5) (2, 3, 6, 7)
     stage  (0, 1, 2, 3) (4, 5, 6, 7)
+    >>> long = Grid(dp=4, cp=2)
+    >>> long.groups("cp"), long.groups("dp"), long.row_groups, [long.row_group(rank) for rank in range(4)]
+    (((0, 1), (2, 3)), ((0, 1, 2, 3),), 2, [0, 0, 1, 1])
 
     Args:
         pp: Number of pipeline ranks.
         dp: Number of data-parallel ranks, over which ZeRO shards.
         tp: Number of tensor ranks, which share each layer.
+        cp: Number of neighbouring data-parallel ranks that share each row by slices of its sequence.
 
     Raises:
-        PlanError: GRID_SIZE, if a size is below 1.
+        PlanError: GRID_SIZE, if a size is below 1, or `cp` does not divide `dp`.
     """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
         raise_all(
@@ -87,27 +98,47 @@ class Grid:
                     ("pp", "pipeline", "parallel.pipeline", self.pp),
                     ("dp", "data-parallel", "what pipeline and tensor leave of the cluster's ranks", self.dp),
                     ("tp", "tensor", "parallel.tensor", self.tp),
+                    ("cp", "context", "parallel.context", self.cp),
                 )
                 if size < 1
             ),
         )
+        if self.dp % self.cp:
+            raise PlanError.of(
+                code="GRID_SIZE",
+                key="parallel.context",
+                message=f"cp={self.cp} does not divide dp={self.dp}: the ranks that share a row are among the data-parallel ones",
+                fix=f"Set cp to one of {join(divisors(self.dp))}",
+            )
 
     @classmethod
     def of(cls, job: Job) -> Grid:
         """Build the grid of a job; raise as `from_world` does."""
-        return cls.from_world(world_size=job.cluster.num_ranks, pp=job.parallel.pipeline, tp=job.parallel.tensor)
+        parallel = job.parallel
+        return cls.from_world(
+            world_size=job.cluster.num_ranks, pp=parallel.pipeline, tp=parallel.tensor, cp=parallel.context
+        )
 
     @classmethod
-    def from_world(cls, *, world_size: int, pp: int = 1, tp: int = 1) -> Grid:
+    def from_world(cls, *, world_size: int, pp: int = 1, tp: int = 1, cp: int = 1) -> Grid:
         """Build the grid that fills `world_size` ranks; the data-parallel size is world_size / (pp × tp).
 
         >>> Grid.from_world(world_size=16, pp=2, tp=4)
-        Grid(pp=2, dp=2, tp=4)
+        Grid(pp=2, dp=2, tp=4, cp=1)
 
         Raises:
-            PlanError: GRID_WORLD, if pp × tp does not divide world_size; GRID_SIZE.
+            PlanError: GRID_WORLD, if pp × tp × cp does not divide world_size; GRID_SIZE.
         """
-        model = cls(pp=pp, tp=tp)
+        model = cls(pp=pp, tp=tp, dp=max(cp, 1), cp=cp)
+        if cp > 1 and world_size % model.world_size:
+            fitting = join(divisors(max(world_size // (pp * tp), 1)))
+            raise PlanError.of(
+                code="GRID_WORLD",
+                key="parallel.context",
+                message=f"context={cp} × pipeline={pp} × tensor={tp} = {model.world_size} ranks do not divide "
+                f"nodes × gpus_per_node = {world_size} ranks: each row needs all of its ranks",
+                fix=f"Set context to one of {fitting}, or gpus_per_node so that nodes × gpus_per_node is a multiple of {model.world_size}",
+            )
         if world_size < 1 or world_size % model.world_size:
             raise PlanError.of(
                 code="GRID_WORLD",
@@ -117,19 +148,34 @@ class Grid:
                 fix=f"Set pipeline × tensor to one of {join(divisors(world_size))}, or gpus_per_node so that nodes × gpus_per_node "
                 f"is a multiple of {model.world_size}",
             )
-        return cls(pp=pp, dp=world_size // model.world_size, tp=tp)
+        return cls(pp=pp, dp=world_size // (pp * tp), tp=tp, cp=cp)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.pp * self.dp * self.tp
 
+    @property
+    def row_groups(self) -> int:
+        """Number of data-parallel groups of ranks that read different rows: dp / cp, the one of the batch equation."""
+        return self.dp // self.cp
+
+    def row_group(self, rank: int) -> int:
+        """Return which of the `row_groups` a rank is in; its ranks read the same rows."""
+        return self.coordinate(rank).dp // self.cp
+
+    def context_rank(self, rank: int) -> int:
+        """Return which slice of its rows a rank keeps, of `cp`."""
+        return self.coordinate(rank).dp % self.cp
+
     def size(self, *kinds: str) -> int:
         """Return the number of ranks in a group of a kind.
 
-        >>> Grid(pp=2, dp=4, tp=8).size("model")
-        16
+        >>> Grid(pp=2, dp=4, tp=8).size("model"), Grid(dp=4, cp=2).size("cp")
+        (16, 2)
         """
+        if kinds == (CONTEXT,):
+            return self.cp
         result = 1
         for axis in _axes(kinds):
             result *= self._size(axis)
@@ -152,11 +198,15 @@ class Grid:
         """Return all groups of one kind: ranks that differ only in their index on the named axes.
 
         Args:
-            kinds: Axes (`"pp"`, `"dp"`, `"tp"`), in any order, or keys of `KINDS`; also joined, as in `"dp-tp"`.
+            kinds: Axes (`"pp"`, `"dp"`, `"tp"`), in any order, or keys of `KINDS`; also joined, as in `"dp-tp"`; or `"cp"` alone.
 
         Returns:
             Groups in row-major order of their common coordinates; the ranks of a group ascend. Each rank is in one group.
         """
+        if kinds == (CONTEXT,):
+            first = (group for group in self.groups("dp"))
+            pieces = [group[at : at + self.cp] for group in first for at in range(0, self.dp, self.cp)]
+            return tuple(sorted(pieces))
         axes = _axes(kinds)
         offsets = self._offsets(axes)
         bases = self._offsets(tuple(axis for axis in AXES if axis not in axes))
@@ -168,36 +218,47 @@ class Grid:
         >>> Grid(pp=2, dp=2, tp=2).group_of(5, "dp", "tp")
         (4, 5, 6, 7)
         """
+        if kinds == (CONTEXT,):
+            group = self.group_of(rank, "dp")
+            start = self.row_group(rank) * self.cp
+            return group[start : start + self.cp]
         axes = _axes(kinds)
         place = self.coordinate(rank)
         base = rank - sum(getattr(place, axis) * self._stride(axis) for axis in axes)
         return tuple([base + offset for offset in self._offsets(axes)])
 
     def as_dict(self) -> dict[str, int]:
-        """Return `{"pp": …, "dp": …, "tp": …}`."""
-        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+        """Return `{"pp": …, "dp": …, "tp": …}`, and `"cp"` where ranks share rows."""
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp} | ({CONTEXT: self.cp} if self.cp > 1 else {})
 
     def describe(self) -> str:
-        """Return the axes that split a model, and the data-parallel one, as text; empty if every rank has the whole model.
+        """Return the axes that split a model or a row, and the data-parallel one, as text; empty if every rank has all of both.
 
-        >>> Grid(pp=2, dp=1, tp=4).describe(), Grid(dp=8).describe()
-        ('pipeline 2 × data 1 × tensor 4', '')
+        >>> Grid(pp=2, dp=1, tp=4).describe(), Grid(dp=8).describe(), Grid(dp=8, cp=4).describe()
+        ('pipeline 2 × data 1 × tensor 4', '', 'data 2 × context 4')
         """
-        if self.size("model") == 1:
+        if self.size("model") * self.cp == 1:
             return ""
-        sizes = {"pipeline": self.pp, "data": self.dp, "tensor": self.tp}
+        sizes = {"pipeline": self.pp, "data": self.row_groups, "context": self.cp, "tensor": self.tp}
         return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
 
     def describe_rank(self, rank: int) -> str:
-        """Return the name of a rank, with its coordinate if ranks share a model.
+        """Return the name of a rank, with its coordinate if ranks share a model or a row.
 
         >>> Grid(pp=2, tp=2).describe_rank(3), Grid(pp=2, dp=2).describe_rank(1), Grid(dp=4).describe_rank(3)
         ('rank 3 (pipeline rank 1, tensor rank 1)', 'rank 1 (pipeline rank 0, data rank 1)', 'rank 3')
+        >>> Grid(dp=4, cp=2).describe_rank(3)
+        'rank 3 (data rank 1, context rank 1)'
         """
         place = self.coordinate(rank)
-        axes = (("pipeline", self.pp, place.pp), ("data", self.dp, place.dp), ("tensor", self.tp, place.tp))
+        axes = (
+            ("pipeline", self.pp, place.pp),
+            ("data", self.row_groups, place.dp // self.cp),
+            ("context", self.cp, place.dp % self.cp),
+            ("tensor", self.tp, place.tp),
+        )
         shown = [f"{name} rank {index}" for name, size, index in axes if size > 1]
-        return f"rank {rank}" + (f" ({', '.join(shown)})" if self.size("model") > 1 else "")
+        return f"rank {rank}" + (f" ({', '.join(shown)})" if self.size("model") * self.cp > 1 else "")
 
     def _size(self, axis: Axis) -> int:
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}[axis]

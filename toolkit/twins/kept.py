@@ -22,7 +22,7 @@ from toolkit.version import version_of
 T = TypeVar("T")
 
 # Folders of the toolkit on whose code a proof depends.
-_OWN_CODE = ("twins", "tensor_parallel", "pipeline_parallel", "distributed")
+_OWN_CODE = ("twins", "tensor_parallel", "pipeline_parallel", "context_parallel", "distributed")
 # Values of a configuration that no module depends on.
 _APART = ("use_cache", "dtype", "torch_dtype", "_name_or_path", "transformers_version", "architectures")
 

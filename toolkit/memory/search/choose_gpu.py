@@ -162,7 +162,7 @@ def batch_on(plan: Plan, count: Count) -> Batch:
     A micro batch that the job leaves open is reduced where that keeps the global batch.
     """
     wanted, micro = plan.settings.batch.train, plan.settings.batch.micro
-    dp_size = max(1, count.total // (plan.grid.tp * plan.grid.pp))
+    dp_size = max(1, count.total // (plan.grid.size("model") * plan.grid.cp))
     share, remainder = divmod(wanted, dp_size)
     if not remainder and share and plan.job.train.per_device_train_batch_size is None:
         micro = max(size for size in divisors(share) if size <= micro)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import PreTrainedConfig
 
 from toolkit.config.job import Train
+from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.distributed.fake import fake_group
 from toolkit.errors import ToolkitError
 from toolkit.introspect import tied_groups
@@ -93,7 +94,7 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
     """
     made: FakeModel | None = None
     tracing: LayerSegmenter | None = None
-    with card_of(spec) as tp_group:
+    with card_of(spec) as tp_group, _context_of(spec) as context_group:
         try:
             empty, pruned = _construct_pruned(spec, config, part, all_layers=all_layers)
             empty.tie_weights()
@@ -108,7 +109,7 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
             with torch.device("meta"):
                 model = add_adapters(empty, spec)
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                made = _finish(spec, model, pruned, num_replicas=num_replicas, mode=mode)
+                made = _finish(spec, model, pruned, num_replicas=num_replicas, context_group=context_group, mode=mode)
                 looped = None
                 if has_experts(empty.config) and not runs_grouped(empty):
                     looped = LoopedExperts(empty.config, spec.routing)
@@ -242,6 +243,16 @@ def card_of(spec: TraceSpec) -> Iterator[dist.ProcessGroup | None]:
         yield stack.enter_context(fake_group(spec.tensor)) if spec.tensor > 1 else None
 
 
+@contextlib.contextmanager
+def _context_of(spec: TraceSpec) -> Iterator[dist.ProcessGroup | None]:
+    """Yield a fake group of the ranks that share rows inside a `with` block; None for one rank."""
+    if spec.context == 1:
+        yield None
+        return
+    with fake_group(spec.context) as group:
+        yield group
+
+
 def configured(spec: TraceSpec, config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of a configuration with the attention that is traced."""
     own = copy.deepcopy(config)
@@ -340,13 +351,26 @@ def _prune(spec: TraceSpec, empty: Any, part: StageSpec | None, *, all_layers: b
     return _Pruned(stacks=stacks, checkpointed=checkpointed, part=None)
 
 
-def _finish(spec: TraceSpec, model: Any, pruned: _Pruned, *, num_replicas: int, mode: FakeTensorMode) -> FakeModel:
+def _finish(
+    spec: TraceSpec,
+    model: Any,
+    pruned: _Pruned,
+    *,
+    num_replicas: int,
+    context_group: dist.ProcessGroup | None,
+    mode: FakeTensorMode,
+) -> FakeModel:
     """Give a model storage on the fake device, which `modeling.build` does before it draws the adapters, and finish it."""
     # peft and DeepSpeed cast what was made in another type (engine.py _configure_distributed_model).
     allocate(model, device=torch.device("cpu"), dtype=spec.dtype, empty_like=fake_like(mode))
     with unset_fake_temporarily():  # they read values, or make modules without storage
         unfused = find_fusable(model).left if spec.kernels == "liger" else ()
-        finish_model(model, replace(spec, torch_compile=False), checkpointed=pruned.checkpointed)
+        finish_model(
+            model,
+            replace(spec, torch_compile=False),
+            checkpointed=pruned.checkpointed,
+            context_group=context_group,
+        )
         if _needs_input_gradient(spec, whole=pruned.part is None):
             model.enable_input_require_grads()
     model.train(not spec.evaluation)
@@ -378,7 +402,8 @@ def _losses(spec: TraceSpec, made: FakeModel, tp_group: dist.ProcessGroup | None
     told = Train(
         loss=spec.loss, label_smoothing_factor=spec.label_smoothing, z_loss=spec.z_loss, compute_loss=spec.compute_loss
     )
-    return StepLoss.of(told, config=config, tp_group=tp_group, vocab_size=vocab_size)
+    part = SequenceSlice(rank=0, size=spec.context) if spec.context > 1 else None
+    return StepLoss.of(told, config=config, tp_group=tp_group, vocab_size=vocab_size, part=part)
 
 
 def _loss(spec: TraceSpec, losses: StepLoss, outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

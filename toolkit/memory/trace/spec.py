@@ -33,6 +33,7 @@ class TraceSpec(BuildOptions):
         attention: `eager`, `sdpa` or `flash_attention_2`.
         packing: Value of `data.packing`; with `none`, rows are padded and have a mask.
         tensor: Number of tensor ranks, of which one is traced: all have shards of the same sizes.
+        context: Number of ranks that share each row, of which one is traced: all have slices of the same sizes.
         splits_backward: Whether a stage computes the gradients of weights separately from those of its input.
         marks_modules: Whether to mark the hooks of ZeRO-3, which changes no figure of lower stages.
         keeps_inputs: Whether linear modules keep their input even where they are frozen, as under ZeRO-3.
@@ -47,6 +48,7 @@ class TraceSpec(BuildOptions):
     attention: str = "sdpa"
     packing: Packing = "wrapped"
     tensor: int = 1
+    context: int = 1
     splits_backward: bool = False
     marks_modules: bool = False
     keeps_inputs: bool = False
@@ -65,6 +67,7 @@ class TraceSpec(BuildOptions):
             "attention": settings.attention,
             "packing": data.packing if data is not None else "wrapped",
             "tensor": plan.grid.tp,
+            "context": plan.grid.cp,
             "splits_backward": settings.splits_backward,
             "marks_modules": settings.zero_stage == 3,
             "software": Software.of(plan),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from toolkit.errors import Problem
 from toolkit.planning.rules import (
     adapters,
+    context,
     data,
     deepspeed,
     fp8,
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     *grid.RULES,
     *tensor.RULES,
     *pipeline.RULES,
+    *context.RULES,
     *zero.RULES,
     *training.RULES,
     *adapters.RULES,

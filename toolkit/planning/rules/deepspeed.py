@@ -35,7 +35,7 @@ def _facts_of(draft: UncheckedPlan) -> EngineFacts:
         parameter_device=profile.parameters,
         uses_bf16_optimizer=draft.optimizer_wrapper == "bf16",
         num_ranks=draft.job.cluster.num_ranks,
-        dp_size=settings.batch.dp_size,
+        dp_size=draft.job.dp_size,
         on_cpu=draft.on_cpu,
         split=draft.split,
         precision_words=f"precision={settings.precision}",

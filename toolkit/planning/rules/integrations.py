@@ -104,6 +104,15 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             fix=f"Set parallel.pipeline to 1, or {OWN}",
             source="transformers integrations/deepspeed.py, accelerate accelerator.py _prepare_deepspeed: neither passes an mpu",
         )
+    if draft.job.parallel.context > 1:
+        yield Problem(
+            code="INTEGRATION_CONTEXT",
+            key="parallel.context",
+            message=f"context={draft.job.parallel.context} needs our attention over slices of rows, and a loss that counts them once: "
+            f"{name} has neither",
+            fix=f"Set parallel.context to 1, or {OWN}",
+            source="accelerate accelerator.py _prepare_deepspeed: its own sequence parallelism replaces attention classes by DeepSpeed's",
+        )
     if draft.job.parallel.tensor > 1:
         yield Problem(
             code="INTEGRATION_TENSOR",

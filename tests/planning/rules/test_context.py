@@ -1,0 +1,22 @@
+"""What is refused with context parallelism that needs more than one key of a job to be refused for that alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.config.job import Job
+from toolkit.errors import PlanError
+from toolkit.planning.resolve import resolve
+
+SAMPLES = {"train": {"samples": {"prompts": ["a"]}}}
+OWN_LOSS = {"train": {"compute_loss": "torch.nn.functional:cross_entropy"}}
+
+
+@pytest.mark.parametrize(("key", "others"), [("train.samples", SAMPLES), ("train.compute_loss", OWN_LOSS)])
+def test_what_needs_whole_rows_is_refused(key: str, others: dict[str, Any]) -> None:
+    job = {"model": "llama-3.1-8b", "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": 2}, **others}
+    with pytest.raises(PlanError) as caught:
+        resolve(Job.model_validate(job | {"parallel": {"context": 2}}))
+    assert ("CONTEXT_UNSUPPORTED", key) in [(problem.code, problem.key) for problem in caught.value.problems]

@@ -1,0 +1,1 @@
+"""Context parallelism (DeepSpeed-Ulysses): ranks share each row by slices of its sequence, and attention by its heads."""
