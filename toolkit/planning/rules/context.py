@@ -38,6 +38,10 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
     if draft.job.parallel.context == 1:
         return
     train, parallel = draft.job.train, draft.job.parallel
+    if draft.settings.task != "causal-lm":
+        yield _refused(
+            "model.task", draft.settings.task, "targets of other tasks are not those of tokens of a slice", "causal-lm"
+        )
     if parallel.pipeline > 1:
         why = "stages would send slices, which has not been tested"
         yield _refused("parallel.pipeline", str(parallel.pipeline), why, "1")
