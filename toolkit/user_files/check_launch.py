@@ -131,12 +131,17 @@ def check_quotes(file: UserFile) -> Iterator[Found]:
 
 def check_sbatch(file: UserFile) -> Iterator[Found]:
     """Yield directives that sbatch refuses or ignores, and commands that it starts once where several are needed."""
+    for problem in file.problems:
+        yield Found.of_problem(problem, file=file.name)
     for key, value in file.keys.items():
         if (fault := directive_fault(key, value)) is not None:
             message, fix, source = fault
             yield _line(file, key, "error", f"--{key}{message}", fix, source, code="SBATCH_VALUE")
+    lines = file.text.splitlines()
     for key, line in file.ignored:
-        message = f"#SBATCH --{key} stands below the first command, and sbatch reads none there"
+        is_indented = not lines[line - 1].startswith("#")
+        where = "begins with a blank" if is_indented else "stands below the first command"
+        message = f"#SBATCH --{key} {where}, and sbatch reads none there"
         yield Found(
             level="warning",
             code="SBATCH_IGNORED",
@@ -144,7 +149,7 @@ def check_sbatch(file: UserFile) -> Iterator[Found]:
             line=line,
             key=key,
             message=message,
-            fix="Move it above the first command",
+            fix="Begin the line with #SBATCH" if is_indented else "Move it above the first command",
             source="sbatch, which stops at the first line that is neither a comment nor empty",
         )
     launches = any(command.launcher in _SOURCES for command in file.commands)

@@ -30,20 +30,39 @@ _NUMBERS: Mapping[str, Mapping[str, tuple[int, int | None]]] = {
 _DEVICES = ("auto", "cpu", "gpu", "xpu", "npu", "hpu", "mlu", "musa")
 
 _GPUS = r"(?:[\w.-]+:)?\d+(?:,(?:[\w.-]+:)?\d+)*"
-_COUNT = (r"0*[1-9]\d*", "a whole number of 1 or more")
+_COUNT = (r"\+?0*[1-9]\d*", "a whole number of 1 or more")
+_MEMORY = (
+    r"(?i:\+?\d{1,18}(?:[kmgt]b?)?)",
+    "a whole number with K, M, G or T behind it, such as 64G; M where none stands there",
+)
+_TIME = (
+    r"\d+(?::\d+){0,2}|\d+-\d+(?::\d+){0,2}|\d+-|-\d+|(?i:infinite|unlimited)",
+    "minutes, minutes:seconds, hours:minutes:seconds, or days-hours with :minutes and :seconds behind",
+)
+_SIGNALS = "HUP|INT|QUIT|ABRT|KILL|ALRM|TERM|USR1|USR2|URG|CONT|STOP|TSTP|TTIN|TTOU|XCPU"
+_SECONDS = r"(?:\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"  # 0 to 65535
+_COUNTS = (
+    *("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "cpus-per-task"),
+    *("cpus-per-gpu", "mincpus", "threads-per-core", "cores-per-socket", "sockets-per-node"),
+)
 # Forms of directives (`man sbatch`), each with its words. SLURM takes k and m behind counts of nodes.
 _DIRECTIVES: Mapping[str, tuple[str, str]] = {
-    "nodes": (r"\d+[kKmM]?(?:[-,:]\d+[kKmM]?)*", "a number or a range, such as 2 or 2-4"),
-    "ntasks": _COUNT,
-    "ntasks-per-node": _COUNT,
-    "cpus-per-task": _COUNT,
+    "nodes": (r"\+?\d+[kKmM]?(?:[-,:]\d+[kKmM]?)*", "a number or a range, such as 2 or 2-4"),
+    **dict.fromkeys(_COUNTS, _COUNT),
     "gpus": (_GPUS, "a number, or TYPE:NUMBER"),
     "gpus-per-node": (_GPUS, "a number, or TYPE:NUMBER"),
+    "gpus-per-socket": (_GPUS, "a number, or TYPE:NUMBER"),
     "gpus-per-task": (_GPUS, "a number, or TYPE:NUMBER"),
-    "time": (
-        r"\d+(?::\d+){0,2}|\d+-\d+(?::\d+){0,2}|-1|(?i:infinite|unlimited)",
-        "minutes, minutes:seconds, hours:minutes:seconds, or days-hours with :minutes and :seconds behind",
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu", "tmp"), _MEMORY),
+    **dict.fromkeys(("time", "time-min"), _TIME),
+    "signal": (
+        rf"(?i:(?:[RB]{{1,2}}:)?(?:-?[1-9]\d*|(?:SIG)?(?:{_SIGNALS}))(?:@{_SECONDS}?)?)",
+        "a signal, such as USR1, with B: before it for the batch script and @SECONDS, up to 65535, behind it",
     ),
+    "exclusive": (r"(?i:|user|mcs|topo)", "--exclusive alone, or with user, mcs or topo"),
+    "no-kill": (r"(?i:|off)", "--no-kill alone, or with off"),
+    "open-mode": (r"(?i:a|append|t|truncate)", "append or truncate"),
+    "kill-on-invalid-dep": (r"(?i:y|yes|n|no)", "yes or no"),
 }
 
 

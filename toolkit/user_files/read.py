@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from toolkit.credentials import is_credential, masked_text
 from toolkit.errors import Problem, SpecError
 from toolkit.user_files import positions
 from toolkit.user_files.commands import Command, launch_commands
+from toolkit.user_files.directives import Directives, read_directives
 from toolkit.user_files.kinds import KIND_WORDS, Kind, is_command_text, kind_of_mapping, kind_of_text, other_tool
 from toolkit.user_files.positions import dotted, line_of
 from toolkit.user_files.shell_variables import Word
@@ -20,32 +21,6 @@ from toolkit.user_files.shell_variables import Word
 # Name in messages of a command line that was given as a text.
 TEXT_NAME = "command line"
 
-_DIRECTIVE = re.compile(r"^#SBATCH\s+(.*)$")
-_TRAILING_COMMENT = re.compile(r"\s#.*$")
-# Short options of sbatch and the long ones that they stand for (`man sbatch`).
-_SBATCH_SHORT = {
-    "A": "account",
-    "a": "array",
-    "C": "constraint",
-    "c": "cpus-per-task",
-    "D": "chdir",
-    "d": "dependency",
-    "e": "error",
-    "F": "nodefile",
-    "G": "gpus",
-    "H": "hold",
-    "J": "job-name",
-    "m": "distribution",
-    "N": "nodes",
-    "n": "ntasks",
-    "o": "output",
-    "p": "partition",
-    "q": "qos",
-    "s": "oversubscribe",
-    "t": "time",
-    "w": "nodelist",
-    "x": "exclude",
-}
 # Variables that SLURM sets in the script from directives, where these are plain numbers.
 _SLURM_VARIABLES = {
     "SLURM_NNODES": "nodes",
@@ -70,7 +45,7 @@ class UserFile:
             directives of an sbatch script by their long names. Empty for a command line.
         lines: Line of each key, by the parts of its path.
         commands: Commands of a script that start training.
-        problems: Lines that its tool refuses, which are not among `keys`.
+        problems: Lines and options that its tool refuses, which are not among `keys`.
         ignored: Keys that its tool reads and drops: of a key that appears twice the first, directives below a command.
     """
 
@@ -233,55 +208,20 @@ def _without_credential(row: str) -> str:
 
 
 def _script(text: str, *, name: str, path: Path | None, kind: Kind) -> UserFile:
-    directives, lines, ignored = _directives(text) if kind == "sbatch" else ({}, {}, ())
+    read = read_directives(text, name=name) if kind == "sbatch" else Directives()
     variables = {
-        variable: Word(text=directives[key], line=lines[(key,)])
+        variable: Word(text=read.keys[key], line=read.lines[(key,)])
         for variable, key in _SLURM_VARIABLES.items()
-        if directives.get(key, "").isdigit()
+        if read.keys.get(key, "").isdigit()
     }
     return UserFile(
         name=name,
         path=path,
         kind=kind,
         text=text,
-        keys=directives,
-        lines=lines,
+        keys=read.keys,
+        lines=read.lines,
         commands=tuple(launch_commands(text, variables=variables)),
-        ignored=ignored,
+        problems=tuple(read.problems),
+        ignored=tuple(read.ignored),
     )
-
-
-def _directives(text: str) -> tuple[dict[str, str], dict[tuple[str, ...], int], tuple[tuple[str, int], ...]]:
-    """Return the directives of an sbatch script, their lines, and those below its first command, which sbatch ignores."""
-    found: dict[str, str] = {}
-    lines: dict[tuple[str, ...], int] = {}
-    ignored: list[tuple[str, int]] = []
-    begun = False
-    for number, row in enumerate(text.splitlines(), start=1):
-        match = _DIRECTIVE.match(row)
-        if match is None:
-            begun |= bool(row.strip()) and not row.lstrip().startswith("#")
-            continue
-        for key, value in _options(_TRAILING_COMMENT.sub("", match.group(1)).split()):
-            if begun:
-                ignored.append((key, number))
-            else:
-                found[key] = value
-                lines[(key,)] = number
-    return found, lines, tuple(ignored)
-
-
-def _options(words: list[str]) -> Iterator[tuple[str, str]]:
-    at = 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-        else:
-            letter, value = word[1:2], word[2:].removeprefix("=")
-            name, equals = _SBATCH_SHORT.get(letter, letter), value
-        if not equals and at < len(words) and not words[at].startswith("-"):
-            value = words[at]
-            at += 1
-        yield name, value.strip("\"'")
