@@ -1,8 +1,10 @@
-"""Formatting of quantities with units. GiB is 2**30 bytes and is printed as GiB."""
+"""Quantities as text: formatting with units, and reading of whole numbers. GiB is 2**30 bytes and is printed as GiB."""
 
 from __future__ import annotations
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+# Python refuses to read integers of more than 4,300 digits; no count, port or identity has more than these.
+_MOST_DIGITS = 18
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -45,3 +47,14 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     whole = round(seconds)
     return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+
+
+def whole_number(text: str | None) -> int | None:
+    """Return the whole number that decimal digits say; None for any other text, and for more digits than any count has.
+
+    >>> whole_number("29500"), whole_number("-1"), whole_number("9" * 5000)
+    (29500, None, None)
+    """
+    if text is None or not (text.isascii() and text.isdecimal()) or len(text) > _MOST_DIGITS:
+        return None
+    return int(text)

@@ -21,6 +21,7 @@ from toolkit.launch.accelerators import (
     unsupported,
 )
 from toolkit.launch.extensions import Installed
+from toolkit.launch.identity import WorkerIdentity
 
 
 def plan_of(gpu: str, **cluster: int) -> tk.Plan:
@@ -163,4 +164,4 @@ def test_a_rank_without_a_card_says_what_torch_was_built_for():
     if torch.cuda.is_available():
         pytest.skip("this machine has cards")
     with pytest.raises(PlanError, match=r"built for (CPU only|CUDA)"):
-        rank_device("nccl", 0)
+        rank_device("nccl", WorkerIdentity(rank=0, local_rank=0, world_size=1))

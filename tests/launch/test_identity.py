@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.errors import RunError
 from toolkit.launch import identity as module
-from toolkit.launch.identity import WorkerIdentity, detect_launcher, rank_from_environment
+from toolkit.launch.identity import WorkerIdentity, detect_launcher, port_of_job, rank_from_environment
 
 TORCHRUN = {
     "RANK": "3",
@@ -164,6 +164,22 @@ def test_the_address_in_a_slurm_step(change, addr, port):
     env = {name: value for name, value in {**STEP, **change}.items() if value is not None}
     found = rank_from_environment(env)
     assert (found.master_addr, found.master_port) == (addr, port)
+
+
+def test_a_rank_takes_the_only_card_that_a_scheduler_shows_it():
+    """`srun --gpus-per-task=1`: SLURM_LOCALID counts on, and CUDA_VISIBLE_DEVICES holds one card of each task's own."""
+    slurm, torchrun = rank_from_environment({**STEP, "CUDA_VISIBLE_DEVICES": "0"}), rank_from_environment(TORCHRUN)
+    openmpi = rank_from_environment({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    assert (slurm.local_rank, torchrun.local_rank, openmpi.local_rank) == (1, 1, 1)
+    assert [each.card_index(1) for each in (slurm, openmpi)] == [0, 0]
+    assert [each.card_index(4) for each in (slurm, openmpi, torchrun)] == [1, 1, 1]
+    assert [each.card_index(0) for each in (slurm, openmpi, torchrun)] == [None] * 3
+    assert torchrun.card_index(1) is None, "it starts all ranks with the same variables"
+
+
+def test_a_job_id_of_any_length_gives_a_port():
+    for job in ("9" * 5000, "\u0663", "job-7"):
+        assert 10_000 <= port_of_job({"SLURM_JOB_ID": job}, "slurm")[0] < 30_000
 
 
 def test_what_a_batch_script_exports_for_all_tasks_is_noticed():

@@ -100,6 +100,11 @@ def test_clouds_that_number_the_nodes():
         ({"NODE_RANK": "2"}, 2, 4, RunError, ["NODE_RANK='2' is not one of 0 to 1", "MASTER_ADDR is not set"]),
         ({**RUNPOD, "WORLD_SIZE": "16"}, 2, 4, RunError, ["WORLD_SIZE=16, the plan has 8 ranks"]),
         ({**RUNPOD, "MASTER_PORT": "http"}, 2, 4, RunError, ["MASTER_PORT='http' is not a port"]),
+        ({NUM_NODES: "9" * 5000, "NODE_RANK": "0"}, 2, 4, RunError, ["TOOLKIT_NUM_NODES=", "is not a number of nodes"]),
+        ({**SKY, "SKYPILOT_NODE_RANK": "9" * 5000}, 2, 4, RunError, ["SKYPILOT_NODE_RANK=", "is not the index"]),
+        ({**RUNPOD, "NODE_RANK": "9" * 5000}, 2, 4, RunError, ["NODE_RANK=", "is not one of 0 to 1"]),
+        ({**RUNPOD, "NODE_RANK": "\u0661"}, 2, 4, RunError, ["is not one of 0 to 1"]),
+        ({**RUNPOD, "WORLD_SIZE": "9" * 5000}, 2, 4, RunError, ["WORLD_SIZE=", "the plan has 8 ranks"]),
         ({"RANK": "0", "LOCAL_RANK": "0"}, 1, 4, RunError, ["WORLD_SIZE is not set, though RANK=0"]),
     ],
 )
@@ -107,6 +112,7 @@ def test_contradictions_are_told_before_anything_starts(env, nodes, cards, error
     with pytest.raises(error) as caught:
         find_place(env, nodes=nodes, gpus_per_node=cards)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_run_without_a_job_is_told_the_number_of_nodes():

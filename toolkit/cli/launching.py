@@ -128,6 +128,8 @@ def become_rank(plan: Plan, argv: Sequence[str], identity: WorkerIdentity) -> No
     )
     ours = {name: setting.value for name, setting in settings.items()} | identity.as_environment()
     ours |= gloo_environment(identity, os.environ)
+    if plan.gpu.backend == "nccl" and (card := identity.card_index(len(visible_cards() or ()))) is not None:
+        ours["LOCAL_RANK"] = str(card)  # scripts take it for the number of their card
     if identity.rank == 0:
         say(identity.describe())
     sys.stdout.flush()

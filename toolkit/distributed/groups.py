@@ -23,6 +23,7 @@ from toolkit.distributed.world import World, destroy_world, init_world
 from toolkit.errors import PlanError
 from toolkit.launch.identity import rank_from_environment
 from toolkit.topology.grid import AXES, Axis, Grid
+from toolkit.units import whole_number
 
 __all__ = ["Grid", "World", "destroy", "fake", "from_device_mesh", "init", "to_device_mesh"]
 
@@ -104,7 +105,7 @@ def from_device_mesh(mesh: DeviceMesh) -> World:
     is_cuda = mesh.device_type == "cuda"
     return World(
         rank=rank,
-        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        local_rank=rank if (local_rank := whole_number(os.environ.get("LOCAL_RANK"))) is None else local_rank,
         device=torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device(mesh.device_type),
         grid=grid,
         coordinate=grid.coordinate(rank),

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from toolkit.distributed.deepspeed_private import reset_groups, skip_shared_memory_build
-from toolkit.distributed.device import rank_device
+from toolkit.distributed.device import card_name, check_own_cards, rank_device, tell_card
 from toolkit.distributed.nodes import NodeName, announce_node, read_nodes
 from toolkit.distributed.process_groups import forget_groups, join_group
 from toolkit.distributed.progress import Progress
@@ -129,7 +129,7 @@ def init_world(
     Raises:
         PlanError: WORLD_SIZE if the launcher started a number of processes other than the plan's ranks;
             WORLD_NO_GPU if the plan needs CUDA and this process sees none.
-        RunError: LAUNCH_ENV, MASTER_ADDR.
+        RunError: LAUNCH_ENV, MASTER_ADDR, WORLD_CARD_SHARED.
     """
     environment = os.environ if environment is None else environment
     identity = rank_from_environment(environment)
@@ -146,7 +146,8 @@ def init_world(
     _prepare_process(backend, identity)
     if grid.pp > 1 and backend == "nccl":
         _prepare_messages()
-    device = rank_device(backend, local_rank)
+    device = rank_device(backend, identity)
+    tell_card(device)
     owns_groups = not dist.is_initialized()
     nodes: tuple[NodeName, ...] = ()
     if owns_groups:
@@ -220,6 +221,8 @@ def _initialize(
     """Join the group of all ranks, and return the machines that they are on."""
     store = _own_store(identity, timeout=timeout)
     announce_node(store, identity)
+    if backend == "nccl" and identity.is_of_scheduler:
+        check_own_cards(store, identity, card_name(device))
     dist.init_process_group(
         backend,
         store=store,

@@ -13,7 +13,7 @@ import psutil
 from toolkit.doctor.findings import Finding, found
 from toolkit.launch.environment import available_cpus
 from toolkit.launch.nvme import may_lock
-from toolkit.units import GIB, format_bytes
+from toolkit.units import GIB, format_bytes, whole_number
 
 # Below this a 1B model is hardly loaded: torch and DeepSpeed take 1.5 GiB a rank, pinned buffers and data the rest.
 _LEAST_FREE_BYTES = 4 * GIB
@@ -133,7 +133,7 @@ def _cores(num_cards: int, environment: Mapping[str, str]) -> Iterator[Finding]:
         yield found("CPU_FEW", f"{cores} cores for {num_cards} card{'s' if num_cards > 1 else ''}")
     written = environment.get("OMP_NUM_THREADS", "")
     ranks = max(1, num_cards)
-    if written.isdecimal() and int(written) * ranks > cores:
+    if (whole_number(written) or 0) * ranks > cores:
         yield found(
             "CPU_OVERSUBSCRIBED",
             f"OMP_NUM_THREADS={written} on {cores} cores, for {ranks} rank{'s' if ranks > 1 else ''}",

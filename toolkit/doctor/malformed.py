@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from toolkit.units import whole_number
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
@@ -34,11 +36,11 @@ def fault_of(name: str, env: Mapping[str, str]) -> Fault | None:
 
 
 def _is_port(text: str) -> bool:
-    return text.isdecimal() and 1 <= int(text) <= 65535
+    return 1 <= (whole_number(text) or 0) <= 65535
 
 
 def _is_count(text: str) -> bool:
-    return text.isdecimal() and int(text) > 0
+    return bool(whole_number(text))
 
 
 def _are_counts(text: str) -> bool:
@@ -46,7 +48,7 @@ def _are_counts(text: str) -> bool:
 
 
 def _is_whole(text: str) -> bool:
-    return text.strip().isdecimal()
+    return whole_number(text.strip()) is not None
 
 
 def _is_writable_folder(text: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Literal
 from toolkit.checkpoint.layout import LATEST, MANIFEST, PLAN, STATE
 from toolkit.errors import CheckpointError, Problem
 from toolkit.exporter.engine_files import is_engine_tag, read_tag
+from toolkit.units import whole_number
 
 Format = Literal["deepspeed", "universal", "distributed"]
 
@@ -116,7 +117,7 @@ def _no_tag(path: Path, what: str) -> Problem:
 
 def _step(name: str) -> int | None:
     digits = name.removesuffix("_universal").rpartition("-" if "-" in name else "step")[2]
-    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 16 else None
+    return whole_number(digits)
 
 
 def names_by_model(stored: Mapping[str, object], wanted: Mapping[str, object]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from toolkit.errors import Problem
 from toolkit.launch.extensions import installed_libraries
 from toolkit.planning.plan import Plan
+from toolkit.units import whole_number
 
 AMD = "an AMD GPU"
 _DOCUMENT = "docs/backends.md has what each accelerator can do"
@@ -140,9 +141,10 @@ def amd_cards(root: Path = Path("/"), environment: Mapping[str, str] | None = No
         return found
     chosen = []
     for entry in map(str.strip, visible.split(",")):
-        if not entry.isdigit() or int(entry) >= len(found):
+        index = whole_number(entry)
+        if index is None or index >= len(found):
             break
-        chosen.append(found[int(entry)])
+        chosen.append(found[index])
     return chosen
 
 

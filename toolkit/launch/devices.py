@@ -10,6 +10,7 @@ from toolkit.catalog.gpus import Gpu, load_catalogue
 from toolkit.errors import Problem
 from toolkit.launch.accelerators import amd_problems, unsupported
 from toolkit.planning.plan import Plan
+from toolkit.units import whole_number
 
 # One of them exists wherever an NVIDIA GPU can be used: on Linux, under WSL, on Tegra.
 _DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl")
@@ -124,8 +125,9 @@ def chosen_cards(identities: Sequence[str], visible: str | None) -> list[str]:
         return list(identities)
     chosen: list[str] = []
     for entry in map(str.strip, visible.split(",")):
-        if entry.isdigit():
-            named = [identities[int(entry)]] if int(entry) < len(identities) else []
+        if entry.isdecimal():
+            index = whole_number(entry)
+            named = [] if index is None else list(identities[index : index + 1])
         else:
             named = [identity for identity in identities if entry and identity.startswith(entry)]
         if len(named) != 1:

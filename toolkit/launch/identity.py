@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from toolkit.errors import Problem, RunError, raise_all
 from toolkit.launch.hosts import expand_hostlist, tasks_of_node
 from toolkit.launch.ports import DEFAULT_PORT, FIRST_PORT, NUM_PORTS
+from toolkit.units import whole_number
 
 Launcher = Literal[
     "toolkit", "torchrun", "deepspeed", "accelerate", "slurm", "openmpi", "mpich", "mvapich", "skypilot", "variables"
@@ -94,6 +95,21 @@ class WorkerIdentity:
     def spans_nodes(self) -> bool:
         """True unless all ranks are known to be on this machine."""
         return self.world_size > 1 and self.local_world_size != self.world_size
+
+    def card_index(self, num_visible: int) -> int | None:
+        """Return the index of this rank's card among those that its process sees; None if none of them is its own.
+
+        Where a scheduler starts each rank it can show it its own card alone, which is number 0 there: `srun --gpus-per-task=1`, or
+        a script under mpirun that sets CUDA_VISIBLE_DEVICES.
+        """
+        if self.local_rank < num_visible:
+            return self.local_rank
+        return 0 if num_visible == 1 and self.is_of_scheduler else None
+
+    @property
+    def is_of_scheduler(self) -> bool:
+        """True if srun or mpirun has started this process as one of several."""
+        return self.launcher in _SCHEDULERS
 
     def describe(self) -> str:
         """Return in one line what was found, and by which variables."""
@@ -218,7 +234,7 @@ def rank_from_environment(env: Mapping[str, str], *, master_port: int | None = N
         ours if names is None or ours in env else theirs for ours, theirs in zip(_NAMES, names or (), strict=False)
     ]
     sources = sources or list(_NAMES)
-    numbers = {name: _number(env.get(name)) for name in sources}
+    numbers = {name: whole_number(env.get(name)) for name in sources}
     raise_all(RunError, _unreadable(env, numbers))
     rank, local_rank, world_size = (numbers[name] or 0 for name in sources)
     local_size, local_source = _local_world_size(env, launcher)
@@ -243,11 +259,6 @@ def rank_from_environment(env: Mapping[str, str], *, master_port: int | None = N
     )
 
 
-def _number(text: str | None) -> int | None:
-    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) < 16
-    return int(text) if text is not None and is_number else None
-
-
 def _problem(name: str, message: str, fix: str = _FIX) -> Problem:
     return Problem(code="LAUNCH_ENV", key=name, message=message, fix=fix)
 
@@ -262,22 +273,22 @@ def _refuse_pmix_alone(env: Mapping[str, str]) -> None:
 
 def _local_world_size(env: Mapping[str, str], launcher: Launcher | None) -> tuple[int | None, str]:
     if "LOCAL_WORLD_SIZE" in env:
-        size = _number(env["LOCAL_WORLD_SIZE"])
+        size = whole_number(env["LOCAL_WORLD_SIZE"])
         if size is None:
-            what = f"LOCAL_WORLD_SIZE={env['LOCAL_WORLD_SIZE']!r} is not a whole number"
+            what = f"LOCAL_WORLD_SIZE={env['LOCAL_WORLD_SIZE'][:80]!r} is not a whole number"
             raise RunError(_problem("LOCAL_WORLD_SIZE", what))
         return size, "LOCAL_WORLD_SIZE"
     if launcher is None or launcher not in _SCHEDULERS:
         return None, ""
     name = _SCHEDULERS[launcher].local_world_size
     if launcher == "slurm":
-        node = _number(env.get("SLURM_NODEID"))
+        node = whole_number(env.get("SLURM_NODEID"))
         return (None if node is None else tasks_of_node(env.get(name, ""), node)), name
-    return _number(env.get(name)), name
+    return whole_number(env.get(name)), name
 
 
 def _unreadable(env: Mapping[str, str], numbers: Mapping[str, int | None]) -> list[Problem]:
-    present = ", ".join(f"{name}={env[name]}" for name in numbers if name in env)
+    present = ", ".join(f"{name}={env[name][:80]}" for name in numbers if name in env)
     return [
         _problem(name, f"{name}={env[name][:80]!r} is not a whole number")
         if name in env
@@ -353,9 +364,9 @@ def port_that_is_set(env: Mapping[str, str]) -> int | None:
         RunError: LAUNCH_ENV, if it is no port.
     """
     text = env.get("MASTER_PORT", "")
-    port = _number(text)
+    port = whole_number(text)
     if text and (port is None or not 1 <= port <= 65535):
-        raise RunError(_problem("MASTER_PORT", f"MASTER_PORT={text!r} is not a port, 1 to 65535"))
+        raise RunError(_problem("MASTER_PORT", f"MASTER_PORT={text[:80]!r} is not a port, 1 to 65535"))
     return port
 
 
@@ -402,7 +413,8 @@ def port_of_job(env: Mapping[str, str], launcher: Launcher | None) -> tuple[int,
         if env.get(name):
             step = env.get("SLURM_STEP_ID", "") if launcher == "slurm" else ""
             job = env[name]
-            number = int(job) if job.isdecimal() else zlib.crc32(job.encode())
+            number = whole_number(job)
+            number = zlib.crc32(job.encode()) if number is None else number
             # 101 is prime to 20,000: the steps of a job are far from the jobs after it.
-            return FIRST_PORT + (number + 101 * (_number(step) or 0)) % NUM_PORTS, name
+            return FIRST_PORT + (number + 101 * (whole_number(step) or 0)) % NUM_PORTS, name
     return DEFAULT_PORT, ""

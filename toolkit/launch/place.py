@@ -22,6 +22,7 @@ from toolkit.launch.identity import (
     port_that_is_set,
     rank_from_environment,
 )
+from toolkit.units import whole_number
 
 # These start one process a rank or one a node, as they are asked to; the others start one a rank.
 _EITHER = ("slurm", "openmpi", "mpich", "mvapich")
@@ -103,14 +104,15 @@ def place_without_job(env: Mapping[str, str], *, num_ranks: int) -> Node | None:
 
 def _number_of_nodes(env: Mapping[str, str]) -> int:
     text = env.get(NUM_NODES, "1")
-    if not text.isdecimal() or int(text) < 1:
+    number = whole_number(text)
+    if not number:
         raise RunError.of(
             code="LAUNCH_ENV",
             key=NUM_NODES,
-            message=f"{NUM_NODES}={text!r} is not a number of nodes, 1 or more",
+            message=f"{NUM_NODES}={text[:80]!r} is not a number of nodes, 1 or more",
             fix=f"Unset it: `--hosts` sets it on each node; or set {NUM_NODES}, NODE_RANK and MASTER_ADDR",
         )
-    return int(text)
+    return number
 
 
 def _by_hosts(env: Mapping[str, str], *, nodes: int, gpus_per_node: int, master_port: int | None) -> Node | None:
@@ -175,18 +177,21 @@ def _skypilot(env: Mapping[str, str], *, nodes: int, gpus_per_node: int, master_
         SkyPilot documentation, "Distributed Multi-Node Jobs" and "Environment variables".
     """
     ips = env.get("SKYPILOT_NODE_IPS", "").split()
-    rank = env["SKYPILOT_NODE_RANK"]
+    text = env["SKYPILOT_NODE_RANK"]
+    rank = whole_number(text)
     found = []
-    if not rank.isdecimal() or not int(rank) < max(1, len(ips)):
-        message = f"SKYPILOT_NODE_RANK={rank!r} is not the index of one of the {len(ips)} nodes of SKYPILOT_NODE_IPS"
+    if rank is None or rank >= max(1, len(ips)):
+        message = (
+            f"SKYPILOT_NODE_RANK={text[:80]!r} is not the index of one of the {len(ips)} nodes of SKYPILOT_NODE_IPS"
+        )
         fix = "Run the command in the task's `run:` section, where SkyPilot sets both"
         raise RunError(Problem(code="LAUNCH_ENV", key="SKYPILOT_NODE_RANK", message=message, fix=fix))
     if len(ips) != nodes:
         found.append(
             (f"SKYPILOT_NODE_IPS lists {len(ips)} nodes, the plan has {nodes}", "cluster.nodes", f"nodes={len(ips)}")
         )
-    cards = env.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
-    if cards.isdecimal() and 0 < int(cards) < gpus_per_node:
+    cards = whole_number(env.get("SKYPILOT_NUM_GPUS_PER_NODE"))
+    if cards and cards < gpus_per_node:
         message = f"SKYPILOT_NUM_GPUS_PER_NODE={cards}, the plan has {gpus_per_node} ranks a node"
         found.append((message, "cluster.gpus_per_node", f"gpus_per_node={cards}"))
     raise_all(
@@ -202,7 +207,7 @@ def _skypilot(env: Mapping[str, str], *, nodes: int, gpus_per_node: int, master_
         return None
     port, source = (master_port, JOBS_PORT) if master_port else port_of_job(env, "skypilot")
     return Node(
-        node=int(rank),
+        node=rank,
         num_nodes=nodes,
         master_addr=ips[0],
         master_port=port,
@@ -213,15 +218,16 @@ def _skypilot(env: Mapping[str, str], *, nodes: int, gpus_per_node: int, master_
 
 def _by_variables(env: Mapping[str, str], *, nodes: int, gpus_per_node: int, master_port: int | None) -> Node:
     """Read NODE_RANK, MASTER_ADDR and MASTER_PORT, as clouds and the emitted commands set them for each node."""
-    rank = env.get("NODE_RANK", "")
+    text = env.get("NODE_RANK", "")
+    rank = whole_number(text)
     addr, source = env.get("MASTER_ADDR"), "MASTER_ADDR"
     if not addr:
         addr, source = first_host(env, None, on_one_machine=False)
     found = []
-    if not rank:
+    if not text:
         found.append(("NODE_RANK", f"NODE_RANK is not set, for nodes={nodes}: nothing says which of them this is"))
-    elif not rank.isdecimal() or int(rank) >= nodes:
-        found.append(("NODE_RANK", f"NODE_RANK={rank!r} is not one of 0 to {nodes - 1}, for nodes={nodes}"))
+    elif rank is None or rank >= nodes:
+        found.append(("NODE_RANK", f"NODE_RANK={text[:80]!r} is not one of 0 to {nodes - 1}, for nodes={nodes}"))
     if not addr:
         found.append(("MASTER_ADDR", f"MASTER_ADDR is not set, for nodes={nodes}: they cannot find each other"))
     port = None
@@ -231,12 +237,15 @@ def _by_variables(env: Mapping[str, str], *, nodes: int, gpus_per_node: int, mas
         found += [(str(problem.key), problem.message) for problem in error.problems]
     size = env.get("WORLD_SIZE")
     if size not in (None, str(nodes * gpus_per_node), str(nodes)):  # some clouds count ranks there, others nodes
-        found.append(("WORLD_SIZE", f"WORLD_SIZE={size}, the plan has {nodes * gpus_per_node} ranks on {nodes} nodes"))
+        found.append(
+            ("WORLD_SIZE", f"WORLD_SIZE={size[:80]}, the plan has {nodes * gpus_per_node} ranks on {nodes} nodes")
+        )
     fix = f"Set NODE_RANK to 0 on the first node, up to {nodes - 1} on the last, and MASTER_ADDR to the first node's address"
     raise_all(RunError, (Problem(code="LAUNCH_ENV", key=key, message=message, fix=fix) for key, message in found))
     assert addr is not None
+    assert rank is not None
     return Node(
-        node=int(rank),
+        node=rank,
         num_nodes=nodes,
         master_addr=addr,
         master_port=port or master_port or port_of_job(env, None)[0],

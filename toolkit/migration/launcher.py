@@ -10,6 +10,7 @@ from typing import Any
 from toolkit.migration.reading import Reading, as_list, as_mapping
 from toolkit.migration.table import Subject, Table, carried, not_carried, not_needed
 from toolkit.migration.values import positive
+from toolkit.units import whole_number
 
 _NODES = ("nnodes", "num_nodes", "NNODES", "nodes")
 _OF_NODE = ("nproc_per_node", "num_gpus", "NPROC_PER_NODE", "num_proc", "gpus_per_node", "gres", "ntasks_per_node")
@@ -20,8 +21,8 @@ def started(r: Reading) -> None:
     hosts = as_mapping(r.value("hosts"))
     nodes = next((r.value(key) for key in _NODES if r.given(key)), len(hosts) or None)
     first, _, most = str(nodes).replace("-", ":").partition(":")
-    if nodes is not None and first.isdigit() and (not most or most == first) and int(first) > 0:
-        r.carry("cluster.nodes", int(first), *_NODES, "hosts")
+    if (count_of_nodes := whole_number(first)) and (not most or most == first):
+        r.carry("cluster.nodes", count_of_nodes, *_NODES, "hosts")
     r.refuse("a run has one number of nodes", *_NODES, fix="Set cluster.nodes")
     counts = [(key, _count(r.value(key))) for key in _OF_NODE if r.given(key)]
     count = next((number for _, number in counts if number), 0)
@@ -43,7 +44,7 @@ def started(r: Reading) -> None:
 def _count(value: Any) -> int:
     """Return the cards that an option names: 8, gpu:8 or gpu:h100:8; 0 for no number."""
     last = str(value).rpartition(":")[2].partition("(")[0]
-    return int(last) if last.isdigit() else 0
+    return whole_number(last) or 0
 
 
 _LAUNCHER = (

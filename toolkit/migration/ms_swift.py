@@ -33,6 +33,7 @@ from toolkit.migration.values import (
     text,
     words,
 )
+from toolkit.units import whole_number
 
 # Its samples of a global batch where no accumulation is given (swift/arguments/base_args).
 _LEAST_BATCH = 16
@@ -215,7 +216,7 @@ def _set(
         format="text" if pretrains else "messages",
         columns=columns,
         loss_on=loss_on,
-        max_rows=int(count) if count.isdigit() and int(count) else None,
+        max_rows=whole_number(count) or None,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from toolkit.arguments import shown
 from toolkit.config.suggestions import nearest
 from toolkit.deepspeed_spec.nested import subsection
+from toolkit.units import whole_number
 from toolkit.user_files.arguments import accelerate_keys
 from toolkit.user_files.engine_view import section_config
 from toolkit.user_files.read import UserFile
@@ -187,7 +188,7 @@ def _processes(file: UserFile, setup: Setup) -> Iterator[Found]:
             continue
         if key == "num_processes" and value in ("auto", "gpu", "cpu") and not is_single:  # which torchrun counts
             continue
-        number = int(value) if isinstance(value, str) and value.isdigit() else None
+        number = whole_number(value) if isinstance(value, str) else None
         edits: Edits = () if number is None else (_edit(file, key, "set", number),)
         number_of = isinstance(value, float | bool | dict)  # a section has no effect there
         is_one = keys.get("num_machines", 1) in (0, 1)

@@ -11,6 +11,7 @@ from typing import Any
 from toolkit.arguments import shown
 from toolkit.config.suggestions import nearest
 from toolkit.deepspeed_spec.nested import subsection
+from toolkit.units import whole_number
 from toolkit.user_files.arguments import launcher_options
 from toolkit.user_files.read import UserFile
 from toolkit.user_files.report import Edit, Found, Level, versioned
@@ -123,7 +124,7 @@ def _value(file: UserFile, name: str, key: str, value: Any, version: str) -> Ite
 
 def _one_of(file: UserFile, name: str, key: str, text: str, version: str) -> Iterator[Found]:
     names = _NAMES[name]
-    is_number = text.isdigit() and 1 <= int(text) <= _NUMBERS.get(name, 0)
+    is_number = 1 <= (whole_number(text) or 0) <= _NUMBERS.get(name, 0)
     allowed = [each for each in names if version == "1" or each != "LOCAL_STATE_DICT"]
     if not is_number and text.upper() not in allowed and text.upper() != "_HYBRID_SHARD_ZERO2":
         near = nearest(text.upper(), allowed) or [each for each in allowed if each.startswith(text.upper())]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from toolkit.config.suggestions import nearest
+from toolkit.units import whole_number
 from toolkit.user_files.arguments import launcher_options
 from toolkit.user_files.check_accelerate import PRECISIONS
 from toolkit.user_files.commands import Command, Option
@@ -184,8 +185,7 @@ def gpus_per_node(file: UserFile) -> int | None:
 
 def number(file: UserFile, key: str) -> int | None:
     """Return a directive that is a plain number."""
-    value = file.keys.get(key, "")
-    return int(value) if str(value).isdigit() else None
+    return whole_number(str(file.keys.get(key, "")))
 
 
 def _accelerate(file: UserFile, command: Command) -> Iterator[Found]:

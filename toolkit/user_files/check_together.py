@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.deepspeed_spec.nested import lookup, subsection
+from toolkit.units import whole_number
 from toolkit.user_files.check_accelerate import is_deepspeed
 from toolkit.user_files.check_launch import gpus_per_node, number
 from toolkit.user_files.commands import Command
@@ -84,9 +85,9 @@ def _option(setup: Setup, *names: str) -> Count | None:
         return None
     file, command = setup.command
     found = command.option(*names)
-    if found is None or not found.is_known or not str(found.value).isdigit():
+    if found is None or not found.is_known or (value := whole_number(found.value)) is None:
         return None
-    return Count(value=int(found.value or 0), file=file.name, key=f"--{found.name}", line=found.line)
+    return Count(value=value, file=file.name, key=f"--{found.name}", line=found.line)
 
 
 def _of_hostfile(setup: Setup, command: Command | None) -> Count | None:

@@ -241,9 +241,9 @@ def _short(word: str, rest: list[str]) -> Iterator[tuple[str, str]]:
             continue
         if OPTIONS[name] == "yes" and not value:
             value = _next_word(f"-{letter}", rest)
-        if value.startswith("="):
+        if value.startswith("=") and name not in _FREE_TEXTS:
             message = (
-                f"-{letter}{value} has a value that begins with `=`: a short option stands before its value without one"
+                f"-{letter}{value} has a value that begins with `=`, which SLURM refuses: a short option takes none"
             )
             raise _RefusedError(word, message, f"Write --{name}{value}, or -{letter} {value[1:]}")
         yield name, value

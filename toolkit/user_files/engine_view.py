@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.deepspeed_spec.nested import lookup, subsection
+from toolkit.units import whole_number
 from toolkit.user_files.commands import Command
 from toolkit.user_files.read import UserFile
 from toolkit.user_files.report import Edit, Found, Level, versioned
@@ -144,7 +145,11 @@ def section_config(section: Mapping[str, Any], precision: Any) -> dict[str, Any]
     config: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto" if steps is None else int(steps) if str(steps).isdigit() else str(steps),
+        "gradient_accumulation_steps": "auto"
+        if steps is None
+        else str(steps)
+        if (count := whole_number(str(steps))) is None
+        else count,
         "zero_optimization": zero,
     }
     if clipping is None or clipping == "auto":

@@ -31,6 +31,7 @@ _DEVICES = ("auto", "cpu", "gpu", "xpu", "npu", "hpu", "mlu", "musa")
 
 _GPUS = r"(?:[\w.-]+:)?\d+(?:,(?:[\w.-]+:)?\d+)*"
 _COUNT = (r"\+?0*[1-9]\d*", "a whole number of 1 or more")
+_NODES = r"\d+[kKmM]?(?:-\d+[kKmM]?)?(?::\d+)?"
 _MEMORY = (
     r"(?i:\+?\d{1,18}(?:[kmgt]b?)?)",
     "a whole number with K, M, G or T behind it, such as 64G; M where none stands there",
@@ -47,7 +48,7 @@ _COUNTS = (
 )
 # Forms of directives (`man sbatch`), each with its words. SLURM takes k and m behind counts of nodes.
 _DIRECTIVES: Mapping[str, tuple[str, str]] = {
-    "nodes": (r"\+?\d+[kKmM]?(?:[-,:]\d+[kKmM]?)*", "a number or a range, such as 2 or 2-4"),
+    "nodes": (rf"\+?{_NODES}(?:,{_NODES})*", "a number or a range, such as 2 or 2-4"),
     **dict.fromkeys(_COUNTS, _COUNT),
     "gpus": (_GPUS, "a number, or TYPE:NUMBER"),
     "gpus-per-node": (_GPUS, "a number, or TYPE:NUMBER"),
@@ -61,7 +62,7 @@ _DIRECTIVES: Mapping[str, tuple[str, str]] = {
     ),
     "exclusive": (r"(?i:|user|mcs|topo)", "--exclusive alone, or with user, mcs or topo"),
     "no-kill": (r"(?i:|off)", "--no-kill alone, or with off"),
-    "open-mode": (r"(?i:a|append|t|truncate)", "append or truncate"),
+    "open-mode": (r"(?i:[at].*)", "append or truncate"),
     "kill-on-invalid-dep": (r"(?i:y|yes|n|no)", "yes or no"),
 }
 

@@ -134,7 +134,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     if found is not None:
         for name, value in found.as_environment().items():
             os.environ.setdefault(name, value)  # torch's rendezvous reads them, and so do scripts
-    device = _device(identity.local_rank)
+    device = _device(identity)
     owns_world = not dist.is_initialized()
     if owns_world:
         dist.init_process_group(
@@ -173,11 +173,11 @@ def shutdown() -> None:
             dist.destroy_process_group()
 
 
-def _device(local_rank: int) -> torch.device | None:
+def _device(identity: WorkerIdentity) -> torch.device | None:
     if not torch.cuda.is_available():
         return None
-    if local_rank < torch.cuda.device_count():  # else each process sees one card, or the script chooses
-        torch.cuda.set_device(local_rank)
+    if (index := identity.card_index(torch.cuda.device_count())) is not None:  # else the script chooses
+        torch.cuda.set_device(index)
     return torch.device("cuda", torch.cuda.current_device())
 
 

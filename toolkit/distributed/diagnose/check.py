@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from toolkit.distributed.device import rank_device
+from toolkit.distributed.device import own_card, rank_device
 from toolkit.distributed.diagnose.blocked_ranks import Step
 from toolkit.distributed.diagnose.collective_tests import OPERATIONS, GroupMember, Operation, bus_bandwidth
 from toolkit.distributed.diagnose.hang_detection import OnHang, ProgressStore, watched
@@ -92,16 +92,14 @@ def check_groups(
     """
     _check_size(grid, identity)
     if backend is not None:
-        rank_device(backend, identity.local_rank)  # fail on a missing GPU before waiting for others
+        rank_device(backend, identity)  # fail on a missing GPU before waiting for others
     store = _meet(identity.rank, timeout_seconds=timeout_seconds)
     board = ProgressStore(_second_connection(store), rank=identity.rank, grid=grid)
     with watched(board, grid, all_steps(grid), rank=identity.rank, timeout_seconds=timeout_seconds, on_hang=on_hang):
         with board.inside(_START):
-            all_have = board.agree(
-                "cards", torch.cuda.is_available() and identity.local_rank < torch.cuda.device_count()
-            )
+            all_have = board.agree("cards", own_card(identity) is not None)
             backend = backend or ("nccl" if all_have else "gloo")
-            device = rank_device(backend, identity.local_rank)
+            device = rank_device(backend, identity)
             dist.init_process_group(
                 backend,
                 store=PrefixStore("groups", store),
