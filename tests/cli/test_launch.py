@@ -161,6 +161,8 @@ def test_a_command_line_of_horovodrun(folder):
         (("job.yaml",), 2, "SCRIPT"),
         (("script.py",), 2, "put a job file before it, or --num-proc N"),
         ((), 2, "name a job file, or run a script without one by --num-proc N"),
+        (("--elastic", "job.yaml", "script.py"), 2, "torchrun --nnodes MIN:MAX --max-restarts N"),
+        (("job.yaml", "--elastic", "script.py"), 2, "torchrun --nnodes MIN:MAX --max-restarts N"),
         (("-np", "2", "--min-np", "1", "script.py"), 2, "--min-np is not an option of launch"),
         (("-np", "2", "python", "-u", "script.py"), 2, "-u is an option of python"),
         (("--num-proc", "2", "absent.py"), 2, "absent.py is not a file"),

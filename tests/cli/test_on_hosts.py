@@ -41,6 +41,11 @@ def test_hosts_are_filled_in_their_order():
         (("launch", "--hosts", "a:2,b:2", "-np", "5", "script.py"), 3, ["num_proc=5 is not", "to one of 2, 4"]),
         (("launch", "--hosts", "a,b", "-np", "3", "script.py"), 3, ["num_proc=3 is not", "2 hosts with 1 each, 2"]),
         (("launch", "--hosts", "a:2", "job.yaml", "absent.py"), 2, ["absent.py is not a file"]),
+        (
+            ("train", "job.yaml", "--hosts", "a:2,b:2", "--elastic"),
+            2,
+            ["--hosts starts 2 nodes", "--nnodes 1:2", "[ELASTIC]"],
+        ),
         (("train", "job.yaml", "--hosts", "a:2,b:2", "--set", "parallel.tensor=3"), 2, ["tensor=3"]),
     ],
 )

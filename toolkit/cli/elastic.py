@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.cli.output import say, warn
-from toolkit.errors import OUT_OF_TIME_EXIT_CODE, CheckpointError, PlanError
+from toolkit.errors import OUT_OF_TIME_EXIT_CODE, CheckpointError, PlanError, Problem
 from toolkit.io import write_json
 
 if TYPE_CHECKING:
@@ -124,13 +124,7 @@ def elastic_plan(plan: Plan) -> Plan:
     per_node = None if identity is None else identity.local_world_size
     if identity is None or per_node != cluster.gpus_per_node or identity.world_size % per_node:
         started = "no launcher started this process" if identity is None else f"{per_node} ranks run on this node"
-        raise PlanError.of(
-            code="ELASTIC",
-            key="--elastic",
-            message=f"{started}, and gpus_per_node={cluster.gpus_per_node}: an elastic run has a changing number of whole nodes",
-            fix=f"Start it with `torchrun --nnodes 1:{cluster.nodes} --nproc-per-node {cluster.gpus_per_node} --max-restarts 3 "
-            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m toolkit train JOB --elastic`, or leave out --elastic",
-        )
+        raise PlanError(needs_agent(plan, f"{started}, and gpus_per_node={cluster.gpus_per_node}"))
     if identity.rank == 0 and os.environ.get(_OWN_STORES) != "1":
         warn(
             [
@@ -146,6 +140,18 @@ def elastic_plan(plan: Plan) -> Plan:
             f"{nodes} of {cluster.nodes} nodes are there; the global batch is kept: {batch} becomes {made.settings.batch}"
         )
     return made
+
+
+def needs_agent(plan: Plan, why: str) -> Problem:
+    """Return the problem that a run was asked to be elastic without the agent that starts its ranks again."""
+    cluster = plan.job.cluster
+    return Problem(
+        code="ELASTIC",
+        key="--elastic",
+        message=f"{why}: an elastic run has a changing number of whole nodes",
+        fix=f"Start it with `torchrun --nnodes 1:{cluster.nodes} --nproc-per-node {cluster.gpus_per_node} --max-restarts 3 "
+        "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m toolkit train JOB --elastic` on each node, or leave out --elastic",
+    )
 
 
 def agents_code(code: int) -> int:

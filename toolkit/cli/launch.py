@@ -197,6 +197,7 @@ def _own_options(command: list[str]) -> tuple[list[str], list[str]]:
         elif option == "--":
             break
         else:
+            _refuse_elastic(option)
             raise typer.BadParameter(f"{option} is not an option of launch", param_hint="SCRIPT")
     return own, rest
 
@@ -204,8 +205,18 @@ def _own_options(command: list[str]) -> tuple[list[str], list[str]]:
 def _refuse_unknown_option(job: Path | None) -> None:
     """Refuse an option that stands before JOB or SCRIPT and that the parser, which leaves those of a script alone, took for it."""
     if job is not None and str(job).startswith("-"):
+        _refuse_elastic(str(job))
         what = f"{job} is not an option of launch; `toolkit launch --help` lists those, and your script's stand after SCRIPT"
         raise typer.BadParameter(what, param_hint="SCRIPT")
+
+
+def _refuse_elastic(option: str) -> None:
+    if option == "--elastic":
+        what = (
+            "launch starts a fixed number of processes once: start the script by `torchrun --nnodes MIN:MAX --max-restarts N`, or a job by "
+            "`toolkit train JOB --elastic` under it"
+        )
+        raise typer.BadParameter(what, param_hint="--elastic")
 
 
 def _without_python(command: list[str]) -> list[str]:

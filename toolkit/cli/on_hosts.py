@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from toolkit.cli.elastic import needs_agent
 from toolkit.cli.options import read_plan
 from toolkit.cli.output import say
-from toolkit.errors import Problem, RunError, raise_all
+from toolkit.errors import PlanError, Problem, RunError, raise_all
 
 if TYPE_CHECKING:
     from toolkit.launch.hosts import Host
@@ -34,10 +35,16 @@ HostfileOption = Annotated[
 
 
 def train_on_hosts(
-    job: Path, overrides: list[str] | None, hosts: str | None, hostfile: Path | None, *, as_json: bool
+    job: Path, overrides: list[str] | None, hosts: str | None, hostfile: Path | None, *, elastic: bool, as_json: bool
 ) -> NoReturn:
-    """Run this `toolkit train` on each host, without --hosts, and exit."""
+    """Run this `toolkit train` on each host, without --hosts, and exit.
+
+    Raises:
+        PlanError: ELASTIC, for a run on a changing number of nodes, which `--hosts` does not start; and what `read_hosts` raises.
+    """
     found, plan, changes = read_hosts(job, overrides, hosts, hostfile, as_json=as_json)
+    if elastic:
+        raise PlanError(needs_agent(plan, f"--hosts starts {len(found)} nodes, and ends all when one fails"))
     words = without_options(sys.argv[2:], ("--hosts", "-H", "--hostfile"))
     run_and_exit(found, plan, ["train", *words, *changes], trainer=True)
 

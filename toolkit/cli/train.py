@@ -126,7 +126,7 @@ def train(
             "it goes on from the last checkpoint, which --overwrite would delete", param_hint="--elastic"
         )
     if hosts is not None or hostfile is not None:
-        train_on_hosts(job, overrides, hosts, hostfile, as_json=as_json)
+        train_on_hosts(job, overrides, hosts, hostfile, elastic=elastic, as_json=as_json)
     plan = checked_plan(job, overrides)
     resume, overwrite = after_restart(resume, overwrite=overwrite, elastic=elastic, output_dir=plan.output_dir)
     call = Call(

@@ -291,6 +291,17 @@ def test_pdsh_tells_the_others_when_a_node_fails(tools, tmp_path):
     assert Path("saved-0").exists(), shown
 
 
+def test_a_node_starts_no_elastic_run(tools):
+    emit(make_plan(), "out", launchers=["torchrun"])
+    environment = tools(torchrun=RECORD) | {"RECORD": "record", "NODE_RANK": "0", "MASTER_ADDR": "alpha"}
+    done = subprocess.run(
+        ["bash", "out/node.sh", "--elastic"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, Path("record").exists()) == (2, False)
+    assert "run torchrun --nnodes 1:2 --nproc-per-node " in done.stderr
+    assert done.stderr.endswith("[ELASTIC]\n")
+
+
 @pytest.mark.parametrize("assigned", ["'{}'", '"{}"'])
 def test_sagemaker_moves_an_uploaded_output_folder_away(tools, tmp_path, assigned):
     """Its SDK writes the command into a script, in quotes of either kind, and evaluates its words."""

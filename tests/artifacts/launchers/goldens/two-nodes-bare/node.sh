@@ -31,6 +31,15 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF-${PYTORCH_ALLOC_CONF-e
 export DS_ACCELERATOR=cuda
 export PYTHONSAFEPATH=1  # a random.py in the working folder does not stand in for the standard library
 
+for argument in "$@"; do
+  if [ "$argument" = --elastic ]; then
+    echo "error: --elastic needs torchrun with a range of nodes, and this script starts 2: run torchrun --nnodes 1:2 \
+--nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m toolkit train JOB --elastic on each node, \
+with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. [ELASTIC]" >&2
+    exit 2
+  fi
+done
+
 is_host=false
 [ "$NODE_RANK" != 0 ] || is_host=true
 address=()
