@@ -73,11 +73,10 @@ def start_toolkit(
     return subprocess.Popen(
         [python or quick_python(), "-m", "toolkit", *map(str, arguments)],
         cwd=root,
-        env={**os.environ, **QUICK},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        **{"preexec_fn": hears_interrupts, **options},
+        **{"env": {**os.environ, **QUICK}, "preexec_fn": hears_interrupts, **options},
     )
 
 

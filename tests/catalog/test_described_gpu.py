@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ L20 = {"name": "L20", "memory_gib": 44.5, "compute_capability": "8.9", "bf16_tfl
 
 
 def job_of(gpu: Any, *overrides: str) -> Job:
-    document = {"model": "quickstart-llama", "cluster": {"gpu": gpu, "gpus_per_node": 2}}
+    document = {"model": "quickstart-llama", "cluster": {"gpu": copy.copy(gpu), "gpus_per_node": 2}}
     for override in overrides:
         apply_override(document, override)
     return parse_job(document)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hostile_files import agree
 from quick_python import child_with, quick_python, stood_for
-from ranks import QUICK
+from ranks import QUICK, free_port
 from train_jobs import (
     curve,
     files,
@@ -301,6 +301,36 @@ def test_interrupted_before_the_first_step(root):
     assert "SIGUSR2: each rank finishes its step and saves; SIGINT twice to kill them" in shown
     assert shown.splitlines()[-2:] == ["Nothing was saved yet. Start again with:", f"  toolkit train {job}"]
     assert "Traceback" not in shown
+
+
+@pytest.mark.full
+def test_all_nodes_hear_a_signal_that_one_nodes_launcher_gets(root):
+    """As SLURM sends it to the batch step alone: here to the second of two nodes, which are one machine."""
+    job, out = (
+        write_job(
+            root, "nodes", cluster={"nodes": 2, "gpus_per_node": 1}, train={"max_steps": 100_000, "save_steps": None}
+        ),
+        root / "nodes",
+    )
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    nodes = [
+        start_toolkit(root, "train", job, "--no-export", env={**os.environ, **QUICK, **place, "NODE_RANK": str(node)})
+        for node in (0, 1)
+    ]
+    wait_for_step(out, 3, nodes[0])
+    nodes[1].send_signal(signal.SIGUSR1)
+    while not (saved := list_checkpoints(out)):
+        assert [node.poll() for node in nodes] == [None, None]
+        time.sleep(0.02)
+    step = int(saved[0].name.rpartition("-")[2])
+    wait_for_step(out, step + 2, nodes[0])
+    nodes[1].send_signal(signal.SIGUSR2)
+    shown = [node.communicate(timeout=100)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [130, 130], shown
+    steps = [int(folder.name.rpartition("-")[2]) for folder in list_checkpoints(out)]
+    assert steps == [step, max(curve(out))], "one save that all ranks went on from, and one at the last step"
+    assert "SIGUSR1: each rank finishes its step, saves and goes on" in shown[1]
+    assert "SIGUSR" not in shown[0]
 
 
 @pytest.mark.full

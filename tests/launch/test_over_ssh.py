@@ -271,10 +271,10 @@ def test_a_whole_training_on_two_machines(folder, nodes):
 HERE = (Host(name="localhost", slots=1), Host(name="127.0.0.1", slots=1))
 
 
-def run_here(tmp_path: Path, command: str):
+def run_here(tmp_path: Path, command: str, *, trainer: bool = False):
     """Run a shell's command on two nodes that are both this machine; $NODE_RANK tells them apart."""
     told = [{"NODE_RANK": str(index)} for index in range(2)]
-    return run_on_hosts(HERE, ["sh", "-c", command], environments=told, folder=tmp_path)
+    return run_on_hosts(HERE, ["sh", "-c", command], environments=told, folder=tmp_path, trainer=trainer)
 
 
 @pytest.mark.parametrize("code", [7, 255])
@@ -285,6 +285,15 @@ def test_a_failure_here_ends_the_other_and_is_no_failure_of_ssh(tmp_path, capfd,
     assert f"node 1 (127.0.0.1) failed first, with exit code {code}" in outcome.problem.message
     assert outcome.exit_code == (code if code < 128 else 3)
     assert sorted(capfd.readouterr().out.splitlines()) == ["127.0.0.1 | on 1", "localhost | on 0"]
+
+
+def test_a_node_of_training_that_was_asked_to_end_is_no_failure(tmp_path, capfd):
+    waits = "trap 'touch heard; exit 130' USR2; touch up; while :; do sleep 0.05; done"
+    command = f"[ $NODE_RANK = 0 ] || {{ {waits}; }}; while [ ! -e up ]; do sleep 0.02; done; exit 130"
+    outcome = run_here(tmp_path, command, trainer=True)
+    assert (outcome.exit_code, outcome.interrupted, outcome.problem) == (130, True, None)
+    assert (tmp_path / "heard").exists()
+    capfd.readouterr()
 
 
 def test_an_interrupt_reaches_both_nodes_and_waits_for_no_pipe(tmp_path, capfd):

@@ -310,6 +310,26 @@ def test_ranks_of_training_are_asked_to_save_and_then_have_so_many_seconds_to_en
     assert all_gone(*(pid_in(tmp_path / f"ready-{rank}") for rank in range(2)))
 
 
+ENDS_BY_ITSELF = """
+def asked(*_):
+    (folder / "heard").touch()
+    sys.exit(130)
+signal.signal(signal.SIGINT, asked)
+ready()
+wait_for(0, 1)
+if rank == 0: sys.exit(130)
+time.sleep(300)
+"""
+
+
+def test_a_rank_of_training_that_was_asked_elsewhere_ends_the_run_as_asked(tmp_path, start):
+    """A signal to another node's launcher ends all ranks after one step; a rank that was alone in it leaves none waiting."""
+    supervisor = start(ENDS_BY_ITSELF, trainer="TrainerRanks()")
+    output, _ = supervisor.communicate(timeout=100)
+    assert (supervisor.returncode, "FAILURE None" in output) == (130, True)
+    assert (tmp_path / "heard").exists()
+
+
 STUBBORN = """
 for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
 ready()

@@ -228,6 +228,12 @@ def test_a_file_that_cannot_be_read_is_a_finding_beside_the_others(check):
     ]
 
 
+def test_a_file_that_is_wrong_as_a_whole_is_named_once(check):
+    for name, text in (("ds__json", "{"), ("ds__json", "[]"), ("e__yaml", ""), ("e__yaml", "a: [")):
+        (found,) = check(**{name: text}).found
+        assert str(found).count(name.replace("__", ".")) == 1, str(found)
+
+
 def test_foreign_bytes_end_in_findings(check, tmp_path):
     (tmp_path / "odd.json").write_bytes(b"\xff\xfe{")
     report = check_files(["odd.json", "absent.yaml", "."])

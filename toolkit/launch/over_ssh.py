@@ -274,6 +274,9 @@ class _Nodes:
             node.input.close()
         code = node.process.returncode
         self._codes.append(code)
+        if self._trainer and code == INTERRUPTED_EXIT_CODE and not self._interrupted and self._failed is None:
+            self._interrupted = True  # its launcher was sent a signal there, and its ranks have told all others
+            self._tell_all(str(int(signal.SIGUSR2)))
         if code != 0 and not (self._interrupted and code == INTERRUPTED_EXIT_CODE) and self._failed is None:
             if not self._insisted:
                 self._failed = (node, code)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import final
 
-from toolkit.errors import RunError
+from toolkit.errors import INTERRUPTED_EXIT_CODE, RunError
 from toolkit.io import make_folder
 from toolkit.launch.outcome import (
     EndedWorker,
@@ -263,6 +263,9 @@ class _Run:
                 rank=worker.rank, status=status, ended_at=time.time(), log_file=worker.log, was_stopped=was_stopped
             )
         )
+        if self._trainer is not None and status == INTERRUPTED_EXIT_CODE and not (self.interrupted or self._stopping):
+            # It was asked to end by itself, or with a rank of another node, whose launcher alone heard the signal.
+            self._ask_all()
         well = self._trainer is not None and status in self._trainer.exit_codes
         orderly = status == 0 or well or (self.interrupted and status > 0 and ended_by_interrupt(status))
         if not orderly and not self._stopping:
@@ -295,12 +298,16 @@ class _Run:
         self._insisted = number not in ANNOUNCING
         if self.interrupted:
             return
-        self.interrupted = True
-        if self._trainer is not None and self._trainer.asked_seconds is not None:
-            self._kill_at = time.monotonic() + self._trainer.asked_seconds
         _tell(
             f"{number.name}: {self._when_asked}; {'SIGINT twice' if number in ANNOUNCING else 'once more'} to kill them"
         )
+        self._ask_all()
+
+    def _ask_all(self) -> None:
+        """Ask every worker that still runs to end."""
+        self.interrupted = True
+        if self._trainer is not None and self._trainer.asked_seconds is not None:
+            self._kill_at = time.monotonic() + self._trainer.asked_seconds
         for worker in self._running:
             # The worker alone: its data loader processes must live for the step to end. Not Popen.send_signal, which
             # would reap it; a process that has not been reaped can always be signalled.

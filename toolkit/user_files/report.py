@@ -73,7 +73,10 @@ class Found:
         object.__setattr__(self, "key", masked_text(self.key))
 
     def __str__(self) -> str:
-        place = f"{one_line(self.file)}{'' if self.line is None else f', line {self.line}'}: "
+        file = one_line(self.file)
+        place = f"{file}{'' if self.line is None else f', line {self.line}'}: "
+        if self.line is None and self.message.startswith(f"{file} "):
+            place = ""  # the message is about the file itself, and begins with its name
         origin = f" ({self.source})" if self.source else ""
         return f"{place}{self.message}{origin}. {self.fix}. [{self.code}]"
 

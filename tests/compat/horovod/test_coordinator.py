@@ -15,7 +15,7 @@ from toolkit.compat.horovod.coordinator import Coordinator, connect
 from toolkit.compat.horovod.errors import HorovodInternalError
 from toolkit.compat.horovod.messages import Request, TensorSpec
 from toolkit.compat.horovod.variables import Pace
-from toolkit.compat.horovod.wire import LEAVE, Book
+from toolkit.compat.horovod.wire import LEAVE, Book, Lost
 
 SPEC = TensorSpec(dtype=torch.float32, shape=(2,), device="cpu")
 
@@ -65,6 +65,19 @@ def test_a_closed_standard_error_does_not_end_the_negotiation(monkeypatch):
     time.sleep(0.2)
     second.call("a")
     assert first.told() == second.told() == ["a"]
+
+
+def test_the_others_are_told_of_a_rank_that_ends_without_leaving():
+    started, first, second = two_ranks()
+    for rank in (first, second):
+        rank.call("a")
+    assert first.told() == second.told() == ["a"]
+    second.connection.close()
+    assert first.connection.poll(5)
+    assert first.book.unpack_response(first.connection.recv_bytes()) == Lost(1)
+    first.connection.send(LEAVE)
+    assert first.told() is None
+    started.join(5)
 
 
 def test_a_rank_that_leaves_is_sent_what_all_have_agreed_on():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,7 @@ def groups_of_two_ranks(rank: int, store: str) -> None:
     leave_group()
     a_world_of_another_backend(rank, store)
     a_shutdown_while_an_operation_is_done(rank)
+    a_rank_that_ends_once_all_have_agreed(rank, store)
 
 
 def a_world_of_another_backend(rank: int, store: str) -> None:
@@ -114,6 +116,39 @@ def a_shutdown_while_an_operation_is_done(rank: int) -> None:
             thread.join(5)
     hvd.shutdown()
     leave_group()
+
+
+def a_rank_that_ends_once_all_have_agreed(rank: int, store: str) -> None:
+    """Rank 1 loses its connection and sends nothing; torch notices no end, as under NCCL, since its sockets stay open."""
+    engine._LOST_SECONDS = 0.3
+    hvd.init()
+    told = Path(f"{store}-told")
+    if rank == 1:
+        ended = threading.Event()
+
+        def end(*given, **options):
+            engine._hang_up(runtime.engine()._connection)
+            ended.set()
+            time.sleep(60)
+
+        collectives.allreduce = end
+        hvd.allreduce_async(torch.ones(2), name="x")
+        assert ended.wait(10)
+        while not told.exists():
+            time.sleep(0.02)
+        return
+    began = time.monotonic()
+    waiting, other = hvd.allreduce_async(torch.ones(2), name="x"), hvd.allreduce_async(torch.ones(2), name="y")
+    for handle in (waiting, other):
+        with pytest.raises(
+            HorovodInternalError, match=r"(rank 1 has ended without|needs rank 1, which).*HOROVOD_RANK_LEFT"
+        ):
+            hvd.synchronize(handle)
+    with pytest.raises(HorovodInternalError, match="rank 1 has ended without"):
+        hvd.allreduce(torch.ones(2), name="z")
+    hvd.shutdown()
+    assert 0.3 < time.monotonic() - began < 20
+    told.touch()
 
 
 @pytest.mark.gloo

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from toolkit.compat.horovod.messages import Response
 from toolkit.compat.horovod.negotiation import Negotiation
 from toolkit.compat.horovod.variables import Pace
-from toolkit.compat.horovod.wire import LEAVE, Book
+from toolkit.compat.horovod.wire import LEAVE, Book, Lost
 from toolkit.errors import Problem, first_line
 
 # How often rank 0 looks for operations that wait.
@@ -78,11 +78,11 @@ class Coordinator:
             for connection in self._ranks.values():
                 connection.close()
 
-    def _tell(self, problem: Problem) -> None:
-        """Send all ranks why their operations fail."""
+    def _tell(self, news: Problem | Lost) -> None:
+        """Send all ranks why their operations fail, or which rank has ended."""
         for connection in self._ranks.values():
             with contextlib.suppress(OSError):
-                connection.send(problem)
+                connection.send(news)
 
     def _negotiate(self) -> None:
         if self._server is not None:
@@ -141,6 +141,7 @@ class Coordinator:
                 request = self._book.unpack_request(connection.recv_bytes())
             except (OSError, EOFError):
                 self._remove(rank, selector)
+                self._tell(Lost(rank))
                 continue
             if request is None:
                 self._leaving.append(rank)

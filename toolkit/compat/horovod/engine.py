@@ -1,12 +1,14 @@
-"""The thread of a rank that does operations in the order that the coordinator says, and the handles that wait for them."""
+"""The threads of a rank that do operations in the order that the coordinator says, and the handles that wait for them."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
+import queue
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -19,12 +21,18 @@ from toolkit.compat.horovod import collectives
 from toolkit.compat.horovod.collectives import Place
 from toolkit.compat.horovod.errors import HorovodInternalError, HorovodOrderError
 from toolkit.compat.horovod.messages import Request, Response
-from toolkit.compat.horovod.wire import LEAVE, Book
+from toolkit.compat.horovod.wire import LEAVE, Book, Lost
 from toolkit.errors import Problem, first_line
 
 ENGINE_THREAD = "horovod"
 # A rank that leaves does what all have agreed on, and waits no longer once no operation has ended for so long.
 _LEAVE_SECONDS = 30.0
+# An operation that a rank has ended in is given up after so long: what it has sent may still arrive. Gloo tells its neighbours alone
+# that it has ended, and NCCL none.
+_LOST_SECONDS = 10.0
+# The coordinator's notice of an end and torch's error about it come by different ways; one of them may be so much later.
+_NOTICE_SECONDS = 1.0
+_LOOK_SECONDS = 0.2
 
 
 @final
@@ -109,8 +117,14 @@ class Engine:
         self._closed: Problem | None = None
         self._num_done = 0
         self._counters: dict[str, itertools.count[int]] = {}
+        self._told: queue.SimpleQueue[Response | Exception | None] = queue.SimpleQueue()
+        self._doing: list[_Pending | None] = []
+        self._lost: Problem | None = None
+        self._is_lost = threading.Event()
+        self._has_given_up = False
         self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
         self._thread.start()
+        threading.Thread(target=self._read, name=f"{ENGINE_THREAD}-reader", daemon=True).start()
 
     def next_name(self, kind: str) -> str:
         """Return a name for an operation that was given none: the n-th of its kind on every rank."""
@@ -175,11 +189,57 @@ class Engine:
             )
         with contextlib.suppress(OSError), self._sending:
             self._connection.send(LEAVE)
-        num_done = -1
-        while self._thread.is_alive() and num_done != self._num_done:
-            num_done = self._num_done
-            self._thread.join(_LEAVE_SECONDS)
+        self._wait_for_progress(_LEAVE_SECONDS)
         return not self._thread.is_alive()
+
+    def _wait_for_progress(self, seconds: float) -> None:
+        """Wait until this rank's thread ends, is given up, or has done nothing for so long."""
+        num_done, since = -1, 0.0
+        while self._thread.is_alive() and not self._has_given_up:
+            if num_done != self._num_done:
+                num_done, since = self._num_done, time.monotonic()
+            elif time.monotonic() - since > seconds:
+                return
+            self._thread.join(min(seconds, _LOOK_SECONDS))
+
+    def _read(self) -> None:
+        """Take what the coordinator sends, also while an operation waits for a rank that has ended."""
+        try:
+            while True:
+                told = self._book.unpack_response(self._connection.recv_bytes())
+                if isinstance(told, Lost):
+                    self._note_lost(_ended(told.rank))
+                    continue
+                self._told.put(told)
+                if told is None:
+                    return
+        except Exception as error:
+            if isinstance(error, OSError | EOFError):
+                self._note_lost(_gone())
+            self._told.put(error)
+
+    def _note_lost(self, problem: Problem) -> None:
+        if self._lost is None:
+            self._lost = problem
+            self._is_lost.set()
+            threading.Thread(
+                target=self._give_up_what_waits, args=(problem,), name=f"{ENGINE_THREAD}-watch", daemon=True
+            ).start()
+
+    def _give_up_what_waits(self, problem: Problem) -> None:
+        """Fail all handles if the operation that is being done does not end; its thread cannot be freed."""
+        while self._thread.is_alive():
+            self._wait_for_progress(_LOST_SECONDS)
+            with self._lock:
+                doing = [entry for entry in self._doing if entry is not None]
+                if not self._doing or not self._thread.is_alive():
+                    continue
+                self._closed, self._has_given_up = self._closed or problem, True
+                pending, self._pending = self._pending, {}
+            for entry in (*doing, *pending.values()):
+                entry.handle.fail(problem)
+            _hang_up(self._connection)
+            return
 
     def _run(self) -> None:
         problem = _gone()
@@ -207,8 +267,10 @@ class Engine:
         """Do what the coordinator says until it has noted that this rank leaves."""
         if self._device is not None:
             torch.cuda.set_device(self._device)
-        while (response := self._book.unpack_response(self._connection.recv_bytes())) is not None:
-            self._do(response)
+        while (told := self._told.get()) is not None:
+            if isinstance(told, Exception):
+                raise told
+            self._do(told)
             self._num_done += 1
 
     def _do(self, response: Response) -> None:
@@ -220,6 +282,9 @@ class Engine:
         except HorovodInternalError as error:
             self._fail(entries, error.problems[0])
         except Exception as error:
+            if self._is_lost.wait(_NOTICE_SECONDS) and self._lost is not None:
+                self._fail(entries, self._lost)
+                return
             names = [request.name for request in response.requests]
             which = repr(names[0]) + (f" and {len(names) - 1} with it" if len(names) > 1 else "")
             self._fail(
@@ -232,12 +297,16 @@ class Engine:
                     source="torch.distributed",
                 ),
             )
+        finally:
+            with self._lock:
+                self._doing = []
 
     def _take(self, response: Response) -> list[_Pending | None]:
         with self._lock:
             if response.kind == "join":
                 self._counters.clear()  # ranks with fewer batches have called fewer operations
-            return [self._pending.pop((request.set_id, request.name), None) for request in response.requests]
+            self._doing = [self._pending.pop((request.set_id, request.name), None) for request in response.requests]
+            return self._doing
 
     @staticmethod
     def _fail(entries: list[_Pending | None], problem: Problem) -> None:
@@ -309,6 +378,15 @@ class Engine:
                 self._places[response.number] = Place(group=group, ranks=request.ranks, rank=self.rank)
         elif request.kind == "remove_process_set" and request.root in self._places:
             dist.destroy_process_group(self._places.pop(request.root).group)
+
+
+def _ended(rank: int) -> Problem:
+    return Problem(
+        code="HOROVOD_RANK_LEFT",
+        key=f"rank {rank}",
+        message=f"rank {rank} has ended without shutdown(), and the others wait for its part of an operation",
+        fix=f"Look at the output of rank {rank}; then start the ranks again",
+    )
 
 
 def _gone() -> Problem:

@@ -7,6 +7,7 @@ response. A number takes a tenth of the time of the whole.
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from typing import final
 
 from toolkit.compat.horovod.errors import HorovodInternalError
@@ -17,6 +18,13 @@ LEAVE = "leave"
 _NUMBERED = ("allreduce", "broadcast")
 # Names without end, such as one of each step, must not fill the memory.
 _MOST = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Notice that a rank has ended without leaving: it may owe the others its part of what all have agreed on."""
+
+    rank: int
 
 
 @final
@@ -48,8 +56,8 @@ class Book:
         told = [(self._add(request), request) for request in new]
         return pickle.dumps(([self._numbers[request] for request in response.requests], told))
 
-    def unpack_response(self, message: bytes) -> Response | None:
-        """Return what to do, or None if the coordinator has noted that this rank leaves.
+    def unpack_response(self, message: bytes) -> Response | Lost | None:
+        """Return what to do, or which rank has ended, or None if the coordinator has noted that this rank leaves.
 
         Raises:
             HorovodInternalError: HOROVOD_NEGOTIATION, as the coordinator has sent it.
@@ -57,8 +65,10 @@ class Book:
         told = pickle.loads(message)
         if isinstance(told, Problem):
             raise HorovodInternalError(told)
-        if isinstance(told, Response) or told == LEAVE:
-            return told if isinstance(told, Response) else None
+        if isinstance(told, Response | Lost):
+            return told
+        if told == LEAVE:
+            return None
         numbers, new = told
         for number, request in new:
             self._note(number, request)
