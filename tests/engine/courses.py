@@ -53,6 +53,7 @@ class Case:
     steps: int = FEW
     tensor: int = 1
     sequence_parallel: bool | None = None
+    experts: str | None = None
     pipeline: int = 1
     context: int = 1
     schedule: str | None = None
@@ -81,6 +82,7 @@ class Case:
                 "offload": self.offload,
                 "tensor": self.tensor,
                 "sequence_parallel": self.sequence_parallel,
+                "experts": self.experts,
                 "pipeline": self.pipeline,
                 "context": self.context,
                 "pipeline_schedule": self.schedule,
@@ -328,6 +330,7 @@ def factors(case: Case) -> tuple[tuple[str, Any], ...]:
         ("pieces", bool(case.sequence_parallel)),
         ("pipeline", case.pipeline),
         ("tensor", case.tensor),
+        ("experts", case.experts),
         ("data", case.data),
         ("schedule", case.schedule),
     )

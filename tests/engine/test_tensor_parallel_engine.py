@@ -94,6 +94,26 @@ def cases() -> dict[str, Case]:
     made["derived checkpointing zero 2"] = Case(train=again, stage=2, architecture="deepseek_v2", tensor=TENSOR)
     made["derived lora zero 2"] = Case(train=LORA_LATENT, stage=2, architecture="deepseek_v2", tensor=TENSOR)
     made["derived lora zero 3"] = Case(train=LORA_LATENT, stage=3, architecture="deepseek_v2", tensor=TENSOR)
+    # Experts that are whole on their ranks.
+    whole: dict[str, Any] = {"tensor": TENSOR, "experts": "whole"}
+    for stage in range(4):
+        made[f"whole experts with a router loss zero {stage}"] = Case(
+            train=SGD,
+            stage=stage,
+            architecture="mixtral",
+            config=ROUTED,
+            steps=10,
+            tolerance=1e-4,
+            weight_tolerance=1e-4,
+            **whole,
+        )
+    made["whole experts lora zero 3"] = Case(train=LORA_ATTENTION, stage=3, architecture="mixtral", **whole)
+    made["whole experts derived zero 3"] = Case(train=again, stage=3, architecture="deepseek_v2", **whole)
+    made["whole experts derived lora zero 2"] = Case(train=LORA_LATENT, stage=2, architecture="deepseek_v2", **whole)
+    made["whole experts sequence zero 2"] = Case(
+        train=again, stage=2, architecture="mixtral", config=ROUTED, **pieces, experts="whole"
+    )
+    made["whole experts zero 2"] = Case(train=again, stage=2, architecture="mixtral", **whole)
     made["padded zero 2"] = Case(train=SGD, stage=2, packing="none", architecture="qwen2", tensor=TENSOR)
     made["separated zero 1"] = Case(train=SGD, stage=1, packing="separated", architecture="qwen2", tensor=TENSOR)
     return made
@@ -104,6 +124,7 @@ CASES = cases()
 DEFAULT = (
     *("bf16 fp32 sums zero 1", "derived lora zero 2", "lora beside experts zero 2", "lora on head zero 2"),
     *("lora shared heads zero 2", "sequence fused zero 3", "sequence zero 0"),
+    "whole experts zero 2",
 )
 
 # Of `tiny_models`: those whose styles are known.

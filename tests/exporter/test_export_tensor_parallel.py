@@ -52,6 +52,8 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     "mixtral-z1": ("mixtral", 2, 1, {}, {"num_local_experts": 4}),
     "mixtral-z3": ("mixtral", 2, 3, {}, {"num_local_experts": 4}),
     "olmoe-z2": ("olmoe", 2, 2, {}, {}),
+    "mixtral-whole-z2": ("mixtral", 2, 2, {}, {"num_local_experts": 4}),
+    "mixtral-whole-z3": ("mixtral", 4, 3, {}, {"num_local_experts": 4}),
 }  # fmt: skip
 LORA = {"method": "lora", "lora": {"r": 4, "lora_alpha": 16}, "learning_rate": 0.05}
 ATTENTION = {**LORA, "lora": {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]}}
@@ -82,6 +84,7 @@ REST = {
         "phi3-z3",
         "gpt_neox-z3",
         "mixtral-z3",
+        "mixtral-whole-z3",
         "olmoe-z2",
     ),
     *(
@@ -100,7 +103,7 @@ TRAINED_IN = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def _plan(name: str, root: Path) -> Plan:
     architecture, tensor, stage, train, config = (CASES | ADAPTED)[name]
-    parallel = {"zero_stage": stage, "tensor": tensor}
+    parallel = {"zero_stage": stage, "tensor": tensor, **({"experts": "whole"} if "whole" in name else {})}
     plan = tiny_plan(architecture, ranks=4, parallel=parallel, train=train, config=config)
     if "pretrained" not in name:
         return plan

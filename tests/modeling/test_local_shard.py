@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from transformers import initialization as init
 from transformers.core_model_loading import Transpose, WeightConverter
 
+from toolkit.config.job import ExpertSharding
 from toolkit.distributed.fake import fake_world
 from toolkit.distributed.process_groups import join_group
 from toolkit.errors import CheckpointError
@@ -39,9 +40,11 @@ def meta_model(config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32) 
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def sharded_model(config: PreTrainedConfig, tp_group: dist.ProcessGroup, **options: Any) -> PreTrainedModel:
+def sharded_model(
+    config: PreTrainedConfig, tp_group: dist.ProcessGroup, *, experts: ExpertSharding = "sliced", **options: Any
+) -> PreTrainedModel:
     """A rank's part as the toolkit builds it before weights come, its storage full of NaN."""
-    model = shard(meta_model(config), tp_group)
+    model = shard(meta_model(config), tp_group, experts=experts)
     allocate(model, device=CPU, **options)
     if "zero_config" not in options:
         with torch.no_grad():
@@ -74,7 +77,9 @@ def assert_part(model: PreTrainedModel, whole: PreTrainedModel, *, rank: int, tp
         assert model.get_buffer(name).dtype == buffer.dtype, name
 
 
-def assert_shards(variant: Variant, folder: Path, *, tp: int, ranks: Sequence[int]) -> None:
+def assert_shards(
+    variant: Variant, folder: Path, *, tp: int, ranks: Sequence[int], experts: ExpertSharding = "sliced"
+) -> None:
     """Each rank's part is cut from the dense model, whether it is loaded or drawn."""
     name, key_heads, tied = variant
     saved = dense_model(name, key_heads, tied=tied)
@@ -85,7 +90,7 @@ def assert_shards(variant: Variant, folder: Path, *, tp: int, ranks: Sequence[in
     for rank in ranks:
         with rank_of(tp, rank) as (tp_group, dp_group):
             dense = meta_model(saved.config)
-            model = sharded_model(saved.config, tp_group)
+            model = sharded_model(saved.config, tp_group, experts=experts)
             load_pretrained(model, folder, group=dp_group, dense=dense)
             assert_part(model, saved, rank=rank, tp=tp)
             initialize_weights(model, seed=3, dense=dense)
@@ -109,6 +114,19 @@ def test_a_rank_of_two_holds_its_shards(variant: Variant, tmp_path: Path) -> Non
 @pytest.mark.parametrize("variant", some(pairs(4), by_default(4)))
 def test_a_rank_of_four_holds_its_shards(variant: Variant, tmp_path: Path) -> None:
     assert_shards(variant, tmp_path, tp=4, ranks=(3,))
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", *(pytest.param(each, marks=pytest.mark.full) for each in ("olmoe", "qwen3_moe"))]
+)
+def test_a_rank_holds_its_own_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads these alone of files with a tensor for each expert."""
+    counted = count_reads(monkeypatch)
+    assert_shards((name, 2, False), tmp_path, tp=4, ranks=(3,), experts="whole")
+    experts = {key: sizes for key, sizes in counted.items() if ".experts." in key}
+    assert len(experts) >= 3
+    assert all(".experts.3." in key for key in experts)
+    assert all(len(sizes) == 1 for sizes in experts.values())
 
 
 @pytest.mark.full

@@ -23,6 +23,7 @@ TRAINED: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "tied": ("llama-tied", {}, FOUR),
     "bf16": ("llama", {"precision": "bf16"}, {}),
     "lora": ("llama", LORA, FOUR),
+    "experts": ("mixtral", {}, {"num_local_experts": 4}),
     "less": ("llama", {}, {}),
 }
 INTERLEAVED = {"zero_stage": 2, "virtual_stages": 2}
@@ -44,6 +45,10 @@ LAYOUTS: dict[str, Layout] = {
     "lora/zero-3": Layout(dp=2, parallel={"zero_stage": 3}),
     "lora/fsdp2": Layout(dp=2, parallel={"strategy": "fsdp2"}),
     "lora/zero-1-stages": Layout(pp=2, parallel={"zero_stage": 1}),
+    "experts/zero-1-sliced": Layout(tp=2, parallel={"zero_stage": 1}),
+    "experts/zero-2-whole": Layout(tp=2, parallel={"zero_stage": 2, "experts": "whole"}),
+    "experts/zero-3-whole": Layout(tp=4, parallel={"zero_stage": 3, "experts": "whole"}),
+    "experts/zero-2": Layout(dp=2, parallel={"zero_stage": 2}),
 }
 # Each stage of two ranks goes on with one, as when a queue has fewer cards; not in the product of all pairs. One stage by default.
 LESS = {f"less/zero-{stage}": Layout(dp=2, parallel={"zero_stage": stage}) for stage in (1, 2, 3)}
@@ -54,6 +59,7 @@ CHAINS = (
     ("tied/zero-3-tensor", "tied/zero-2-virtual", "tied/fsdp2", "tied/zero-0"),
     ("bf16/zero-2-offload", "bf16/zero-0"),
     ("lora/zero-1-tensor", "lora/fsdp2"),
+    ("experts/zero-1-sliced", "experts/zero-2-whole", "experts/zero-2"),
 )
 PAIRS = tuple(
     pair for pair in itertools.permutations(LAYOUTS, 2) if pair[0].partition("/")[0] == pair[1].partition("/")[0]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from toolkit.config.job import ExpertSharding
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
 from toolkit.tensor_parallel.tables import tp_plan_for
 
@@ -121,6 +122,13 @@ def batch(length: int = 9) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def shard(model: PreTrainedModel, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> PreTrainedModel:
+def shard(
+    model: PreTrainedModel,
+    group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool = False,
+    experts: ExpertSharding = "sliced",
+) -> PreTrainedModel:
     """Makes the model this rank's part of it."""
-    return apply_tensor_parallel(model, tp_plan_for(model), tp_group=group, sequence_parallel=sequence_parallel)
+    styles = tp_plan_for(model, experts=experts)
+    return apply_tensor_parallel(model, styles, tp_group=group, sequence_parallel=sequence_parallel)

@@ -52,6 +52,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         "data": grid.dp,
         "tensor": grid.tp,
         "sequence_parallel": settings.sequence_parallel,
+        "experts": settings.experts if grid.tp > 1 and plan.model.num_experts else None,
         "virtual_stages": settings.virtual_stages,
         "offload": parallel.offload,
         "method": train.method,

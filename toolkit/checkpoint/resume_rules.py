@@ -215,6 +215,11 @@ RULES: dict[str, Rule] = {
         _REFUSED, why="its residuals are shares of a node's", counts=_sends_between_nodes
     ),
     "parallel.tensor": _GRID,
+    "parallel.experts": replace(
+        _CONVERTED,
+        counts=lambda now, then: now.grid.tp == then.grid.tp > 1,  # else the grid is the cause
+        value=lambda plan: plan.settings.experts,
+    ),
     "parallel.pipeline": _GRID,
     "parallel.virtual_stages": _GRID,
     "parallel.context": _TOLD,  # its ranks shard and save as data-parallel ranks do

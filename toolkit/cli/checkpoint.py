@@ -102,7 +102,7 @@ def inspect_command(
     Example: `toolkit checkpoint inspect runs/my-job/checkpoint-500`
 
     JSON keys: checkpoint, format (toolkit), tag, step, num_steps, saved, model, parameters, strategy, zero_stage (null without ZeRO),
-    world_size, pipeline, data, tensor, sequence_parallel, virtual_stages, offload, method, precision, optimizer, bytes, bytes_by_kind,
+    world_size, pipeline, data, tensor, sequence_parallel, experts (null unless tensor ranks share them), virtual_stages, offload, method, precision, optimizer, bytes, bytes_by_kind,
     versions, has_optimizer, loads. Of another program's: checkpoint, format (deepspeed, universal, distributed), tag, step, strategy,
     zero_stage, world_size, parameters, dtype, method, bytes, versions, has_optimizer, loads; null is what it does not say.
     """
@@ -126,6 +126,7 @@ def inspect_command(
     extras = {
         f"{found['virtual_stages']} virtual stages": found["virtual_stages"] > 1,
         "sequence parallel": found["sequence_parallel"],
+        f"experts {found['experts']}": found["experts"] is not None,
         f"offload {found['offload']}": found["offload"] not in (None, "none"),
     }
     sizes = {kind: size for kind, size in found["bytes_by_kind"].items() if size}

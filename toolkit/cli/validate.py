@@ -69,7 +69,7 @@ def validate(
 
     JSON keys of a job: problems (code, key, message, fix, source, line), and when there are none warnings, model, cluster, batch
     (train, micro, accumulation, dp_size, tokens), pipeline (null, or schedule, pp, virtual_stages, micro_batches,
-    bubble_fraction, partition: layers of each stage), tensor (null, or tp, sequence_parallel), precision, sequence_length, zero_stage, offload, data; choices with
+    bubble_fraction, partition: layers of each stage), tensor (null, or tp, sequence_parallel, experts), precision, sequence_length, zero_stage, offload, data; choices with
     --explain; keys and described (path, values, default, meaning) with --keys; with --schema a JSON Schema.
     """
     if keys or schema:
@@ -188,7 +188,7 @@ def _as_dict(verdict: Verdict, plan: Plan, *, explain: bool) -> dict[str, Any]:
             "tokens": batch.train * settings.sequence_length,
         },
         "pipeline": _pipeline_as_dict(plan) if plan.grid.pp > 1 else None,
-        "tensor": {"tp": plan.grid.tp, "sequence_parallel": settings.sequence_parallel} if plan.grid.tp > 1 else None,
+        "tensor": _tensor_as_dict(plan) if plan.grid.tp > 1 else None,
         "precision": settings.precision,
         "sequence_length": settings.sequence_length,
         "zero_stage": settings.zero_stage,
@@ -196,6 +196,11 @@ def _as_dict(verdict: Verdict, plan: Plan, *, explain: bool) -> dict[str, Any]:
         "data": None if verdict.data is None else _data_as_dict(verdict.data),
     }
     return result | ({"choices": plan.to_dict()["choices"]} if explain else {})
+
+
+def _tensor_as_dict(plan: Plan) -> dict[str, Any]:
+    experts = plan.settings.experts if plan.model.num_experts else None
+    return {"tp": plan.grid.tp, "sequence_parallel": plan.settings.sequence_parallel, "experts": experts}
 
 
 def _pipeline_as_dict(plan: Plan) -> dict[str, Any]:

@@ -86,6 +86,8 @@ AnyOptimizer = Literal[Optimizer, "adamw_bnb_8bit"]  # `optimizer_named` reads t
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 Loss = Literal["full", "chunked", "liger"]
 Kernels = Literal["eager", "liger"]
+# How tensor ranks share stacked experts: a slice of each on every rank, or each whole on one of them.
+ExpertSharding = Literal["sliced", "whole"]
 Schedule = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
 ]
@@ -774,6 +776,11 @@ class Parallel(Section):
     context: Count = 1
     """Context-parallel size: ranks that share each row by slices of its sequence, and attention by its heads (DeepSpeed-Ulysses, arXiv
     2309.14509). They hold the weights as data-parallel ranks do, and see the same batch.
+    """
+    experts: ExpertSharding | None = None
+    """How tensor ranks share a mixture's experts. `sliced`: each rank has some of the inner features of every expert; `whole`:
+    each rank has some of the experts (expert parallelism, arXiv 2006.16668), whose number `tensor` must divide. The same bytes are
+    sent; `whole` computes fewer and wider rows, and an uneven routing makes ranks wait for the one with the most.
     """
     pipeline: Count = 1
     """Pipeline-parallel size: ranks that share each model by its layers (arXiv 1811.06965); they see the same batch."""

@@ -157,6 +157,7 @@ def export(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         grid=plan.grid,
+        experts=plan.settings.experts,
         checks=checks,
         progress=progress,
         inspect=finish,

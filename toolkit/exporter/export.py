@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from toolkit.checkpoint.archives import ReadChecks
 from toolkit.checkpoint.layout import LATEST
+from toolkit.config.job import ExpertSharding
 from toolkit.errors import CheckpointError, Problem
 from toolkit.exporter.adapter import is_adapted, read_adapter_config
 from toolkit.exporter.contents import Contents, Kind, Opened, choose_contents
@@ -77,6 +78,7 @@ def export_checkpoint(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     grid: Grid = _ONE_RANK,
+    experts: ExpertSharding = "sliced",
     checks: ReadChecks | None = None,
     other: OtherFolder | None = None,
     progress: Progress | None = None,
@@ -102,6 +104,7 @@ def export_checkpoint(
         overwrite: Whether to replace the contents of `output_dir`.
         trust_remote_code: Whether to run model code in `model_dir`.
         grid: Grid of the run, whose stages and tensor shards are joined. Its replicas are identical.
+        experts: How its tensor ranks shared stacked experts (`parallel.experts`).
         checks: Checks of the tensors that are read of archives.
         other: What another program left in `checkpoint_dir`, which is read in its format.
         progress: Called with tensors written and total tensors.
@@ -120,6 +123,7 @@ def export_checkpoint(
         peft_dir,
         trust_remote_code=trust_remote_code,
         grid=grid,
+        experts=experts,
         checks=checks,
         other=other,
     )
@@ -159,13 +163,22 @@ def open_folder(
     *,
     trust_remote_code: bool,
     grid: Grid = _ONE_RANK,
+    experts: ExpertSharding = "sliced",
     checks: ReadChecks | None = None,
     other: OtherFolder | None,
 ) -> Opened:
     """Open a tag's files, or what another program left; arguments and errors are those of `export_checkpoint`."""
     if other is not None and other.format != "deepspeed":
         return _open_other(other, model_dir, peft_dir, trust_remote_code=trust_remote_code)
-    return open_checkpoint(tag_dir, model_dir, peft_dir, trust_remote_code=trust_remote_code, grid=grid, checks=checks)
+    return open_checkpoint(
+        tag_dir,
+        model_dir,
+        peft_dir,
+        trust_remote_code=trust_remote_code,
+        grid=grid,
+        experts=experts,
+        checks=checks,
+    )
 
 
 def _open_other(other: OtherFolder, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool) -> Opened:

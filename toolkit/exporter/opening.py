@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint.archives import ReadChecks
+from toolkit.config.job import ExpertSharding
 from toolkit.exporter.adapter import (
     PEFT_PREFIX,
     Weights,
@@ -68,6 +69,7 @@ def open_checkpoint(
     *,
     trust_remote_code: bool,
     grid: Grid,
+    experts: ExpertSharding = "sliced",
     checks: ReadChecks | None = None,
 ) -> OpenedRanks:
     """Open a tag's files of any strategy.
@@ -78,6 +80,7 @@ def open_checkpoint(
         peft_dir: Folder with adapter_config.json, for LoRA; `model_dir` when left out.
         trust_remote_code: Whether to run model code in `model_dir`.
         grid: Grid of the run, whose stages and tensor shards are joined. Its replicas are identical.
+        experts: How its tensor ranks shared stacked experts.
         checks: As of `ZeroCheckpoint`.
 
     Raises:
@@ -106,7 +109,7 @@ def open_checkpoint(
     peft_model = adapted_model(described(), lora) if adapted else None
     shards = {}
     if tp_size > 1:
-        shards = dense_shards(model, tp_plan_for(model, num_ranks=tp_size), num_ranks=tp_size)
+        shards = dense_shards(model, tp_plan_for(model, num_ranks=tp_size, experts=experts), num_ranks=tp_size)
         if peft_model is not None:
             shards = adapted_shards(names, shards, lora_targets(peft_model))
     tied = _tied_names(names, model)

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from toolkit.arguments import checks_arguments
-from toolkit.config.job import Fp8, Fsdp2, Kept, Kernels, Lora, Loss
+from toolkit.config.job import ExpertSharding, Fp8, Fsdp2, Kept, Kernels, Lora, Loss
 from toolkit.context_parallel.apply import apply_context_parallel
 from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
@@ -64,6 +64,7 @@ class BuildOptions:
         dtype: Data type of the parameters.
         trust_remote_code: Whether the model's own code may run.
         sequence_parallel: Whether tensor ranks also hold shards of the sequence between the sharded layers.
+        experts: How tensor ranks share stacked experts.
         quantized: Whether the linear layers but the head hold NF4 (QLoRA).
         lora: LoRA section; None trains all parameters.
         freeze: Regular expressions for the names of weights that are not trained.
@@ -87,6 +88,7 @@ class BuildOptions:
     dtype: torch.dtype = torch.bfloat16
     trust_remote_code: bool = False
     sequence_parallel: bool = False
+    experts: ExpertSharding = "sliced"
     quantized: bool = False
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
@@ -121,6 +123,7 @@ class BuildOptions:
             "dtype": DTYPES[settings.dtype],
             "trust_remote_code": plan.job.model.trust_remote_code,
             "sequence_parallel": settings.sequence_parallel,
+            "experts": settings.experts,
             "quantized": train.method == "qlora",
             "lora": None if train.method == "full" else train.adapters,
             "freeze": train.freeze,
@@ -183,6 +186,7 @@ def build_model(
         tensor=plan.grid.tp,
         pipeline=plan.grid.pp,
         context=plan.grid.cp,
+        experts=options.experts,
         trust_remote_code=options.trust_remote_code,
     )
     dp_group = None if world is None else world.dp_group
@@ -332,7 +336,7 @@ def shard_model(
         check_twin(model)
     if tp_group is not None:
         pieces = options.sequence_parallel
-        styles = tp_plan_for(model, num_ranks=tp_group.size(), sequence_parallel=pieces)
+        styles = tp_plan_for(model, num_ranks=tp_group.size(), sequence_parallel=pieces, experts=options.experts)
         apply_tensor_parallel(model, styles, tp_group=tp_group, sequence_parallel=pieces)
         _gather_layers_whole(model)
     if part is not None:

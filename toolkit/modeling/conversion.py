@@ -109,7 +109,8 @@ def source_shards(group: ConversionGroup, shard: Shard) -> dict[str, Shard] | No
     """Return how to shard a group's checkpoint tensors so that they convert to the shard of its only model tensor.
 
     Stacking and concatenation commute with sharding: of experts stacked along a new dim, each is sharded along the next dim;
-    of tensors concatenated along the sharded dim, each is one part of the layout.
+    of tensors concatenated along the sharded dim, each is one part of the layout; of experts stacked along the sharded dim, a rank has
+    some of them whole (`own_sources`).
 
     Args:
         group: Group from `group_checkpoint_keys`.
@@ -127,6 +128,33 @@ def source_shards(group: ConversionGroup, shard: Shard) -> dict[str, Shard] | No
         if not cuts:
             return None
     return {key: cuts[pattern] for key, pattern in group.sources}
+
+
+def own_sources(group: ConversionGroup, shard: Shard, *, rank: int, num_ranks: int) -> ConversionGroup | None:
+    """Return a group of those checkpoint tensors alone that convert to a rank's shard of the group's only model tensor.
+
+    Args:
+        group: Group from `group_checkpoint_keys`.
+        shard: Shard of the model tensor.
+        rank: Rank that has the shard.
+        num_ranks: Number of ranks that share the tensor.
+    Returns:
+        The smaller group; `None` unless its rule stacks one tensor for each element of the sharded dim, as those of experts do.
+    """
+    operations = [] if group.converter is None else group.converter.operations
+    stacked = [operation.dim for operation in operations if type(operation) is MergeModulelist]
+    joined = [operation.dim for operation in operations if type(operation) is Concatenate]
+    if stacked != [shard.dim] or shard.dim in joined or len(operations) > len(stacked) + len(joined):
+        return None
+    members: dict[str, list[tuple[str, str]]] = {}
+    for source in group.sources:
+        members.setdefault(source[1], []).append(source)
+    if any(len(sources) != shard.dense_length for sources in members.values()):
+        return None
+    ranges = shard.layout.ranges(rank, num_ranks)
+    return replace(
+        group, sources=tuple(sources[place] for sources in members.values() for own in ranges for place in own)
+    )
 
 
 def _before(operation: Any, cuts: Mapping[str, Shard]) -> dict[str, Shard]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from toolkit.modeling.conversion import ConversionGroup, convert_group, source_shards
+from toolkit.modeling.conversion import ConversionGroup, convert_group, own_sources, source_shards
 from toolkit.modeling.safetensors_folder import SafetensorsFolder
 from toolkit.pipeline_parallel.part import stage_info
 from toolkit.tensor_parallel.apply import parameter_shards
@@ -87,6 +87,9 @@ class LocalShard:
             dense: Whole model, of which only the config is read.
             targets: Meta tensors of the whole shape by model key.
         """
+        own = self._own_group(files, group, keys, dense=dense, targets=targets)
+        if own is not None:
+            return convert_group(dense, own, {key: files.read(key) for key in own.keys}, targets)
         cuts = self._source_shards(files, group, keys, dense=dense, targets=targets)
         if cuts is None:
             converted = convert_group(dense, group, {key: files.read(key) for key in group.keys}, targets)
@@ -95,6 +98,25 @@ class LocalShard:
             dense, group, {key: self._slice(files, key, cuts[key]) for key in group.keys}, targets
         )
         return {key: converted[key] for key in keys}
+
+    def _own_group(
+        self,
+        files: SafetensorsFolder,
+        group: ConversionGroup,
+        keys: tuple[str, ...],
+        *,
+        dense: nn.Module,
+        targets: Mapping[str, Tensor],
+    ) -> ConversionGroup | None:
+        """Return the part of a group that this rank's shard is made of, tried on meta tensors; `None` if it has parts of each tensor."""
+        if len(keys) > 1 or keys[0] not in self.shards:
+            return None
+        rank, num_ranks = self._place
+        own = own_sources(group, self.shards[keys[0]], rank=rank, num_ranks=num_ranks)
+        if own is None:
+            return None
+        found = convert_group(dense, own, {key: files.metas[key] for key in own.keys}, targets)
+        return own if found[keys[0]].shape == self.take(keys[0], targets[keys[0]]).shape else None
 
     def _source_shards(
         self,

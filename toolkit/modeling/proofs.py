@@ -17,6 +17,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from toolkit.config.job import ExpertSharding
 from toolkit.context_parallel.proof import context_proof
 from toolkit.errors import PlanError, ToolkitError
 from toolkit.modeling.architecture import import_architecture, model_config, own_class
@@ -48,7 +49,13 @@ def class_and_config(
 
 
 def prove_splits(
-    config: PreTrainedConfig, *, tensor: int, pipeline: int, context: int = 1, trust_remote_code: bool = False
+    config: PreTrainedConfig,
+    *,
+    tensor: int,
+    pipeline: int,
+    context: int = 1,
+    experts: ExpertSharding = "sliced",
+    trust_remote_code: bool = False,
 ) -> None:
     """Make or read the proofs that a model needs for its tensor ranks, stages and slices; tests hold some architectures to the first two.
 
@@ -63,7 +70,7 @@ def prove_splits(
         return
     kind, own = class_and_config(config, trust_remote_code=trust_remote_code)
     if needs_tensor:
-        tensor_proof(kind, own, num_ranks=tensor)
+        tensor_proof(kind, own, num_ranks=tensor, experts=experts)
     if needs_pipeline:
         proof = pipeline_proof(kind, own)
         if proof.problem:
@@ -97,14 +104,23 @@ def proofs_of(plan: Plan) -> dict[str, dict[str, Any]]:
         return {}
     config, trusted = model_config(plan), plan.job.model.trust_remote_code
     import_architecture(config, trust_remote_code=trusted)
-    prove_splits(config, tensor=plan.grid.tp, pipeline=plan.grid.pp, context=plan.grid.cp, trust_remote_code=trusted)
+    experts = plan.settings.experts
+    prove_splits(
+        config,
+        tensor=plan.grid.tp,
+        pipeline=plan.grid.pp,
+        context=plan.grid.cp,
+        experts=experts,
+        trust_remote_code=trusted,
+    )
     kind, own = class_and_config(config, trust_remote_code=trusted)
     found: dict[str, dict[str, Any]] = {}
     if plan.grid.tp > 1 and not has_table(own):
         with torch.device("meta"):
             model = kind._from_config(own)
-        tp_plan_for(model, num_ranks=plan.grid.tp, sequence_parallel=plan.settings.sequence_parallel)
-        proof = tensor_proof(kind, own, num_ranks=plan.grid.tp)
+        pieces = plan.settings.sequence_parallel
+        tp_plan_for(model, num_ranks=plan.grid.tp, sequence_parallel=pieces, experts=experts)
+        proof = tensor_proof(kind, own, num_ranks=plan.grid.tp, experts=experts)
         found["tensor"] = {
             "difference": proof.difference,
             "shared": proof.sharded,

@@ -8,7 +8,7 @@ from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
 from toolkit.catalog.tasks import default_task
 from toolkit.config.fields import PipelineSchedule, share_of_run
-from toolkit.config.job import Attention, Dtype, Fp8, Job, PartitionWay, Precision, Task
+from toolkit.config.job import Attention, Dtype, ExpertSharding, Fp8, Job, PartitionWay, Precision, Task
 from toolkit.planning.batch import TARGET_MICRO_BATCH_TOKENS, Batch, default_micro, solve_batch
 from toolkit.planning.chooser import Chooser
 from toolkit.planning.offload import PROFILES
@@ -125,6 +125,7 @@ def decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
         sub_group_size=_decide_sub_group(job, model, zero_stage, chooser),
         reduce_bucket_size=_decide_bucket(job, model, zero_stage, chooser),
         sequence_parallel=_decide_sequence_parallel(job, chooser),
+        experts=_decide_experts(job, model, chooser),
         kernels=chooser.choose("train.kernels", train.kernels, "eager", "no extra package, on any device"),
         **_decide_pipeline(job, model, sequence_length, chooser),
     )
@@ -307,6 +308,13 @@ def _decide_sequence_parallel(job: Job, chooser: Chooser) -> bool:
         return bool(job.parallel.sequence_parallel)
     reason = "activations between sharded layers are replicated, which every model and sequence length allows"
     return chooser.choose("parallel.sequence_parallel", job.parallel.sequence_parallel, False, reason)
+
+
+def _decide_experts(job: Job, model: ModelSpec, chooser: Chooser) -> ExpertSharding:
+    if job.parallel.tensor == 1 or not model.num_experts:
+        return job.parallel.experts or "sliced"
+    reason = "each rank computes a slice of every expert, so no rank waits for another, however tokens choose"
+    return chooser.choose("parallel.experts", job.parallel.experts, "sliced", reason)
 
 
 def _decide_pipeline(job: Job, model: ModelSpec, sequence_length: int, chooser: Chooser) -> dict[str, Any]:

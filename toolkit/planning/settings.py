@@ -19,7 +19,7 @@ from toolkit.config.fields import (
     ZeroStage,
     adapter_of,
 )
-from toolkit.config.job import Attention, Dtype, Job, Kernels, Precision, Task
+from toolkit.config.job import Attention, Dtype, ExpertSharding, Job, Kernels, Precision, Task
 from toolkit.planning.batch import Batch
 
 Source = Literal["job", "default", "derived", "deepspeed", "planner"]
@@ -68,6 +68,7 @@ class Settings:
         eval_steps: Steps between evaluations, or below 1 their share of the run; None without evaluation data.
         sub_group_size: Parameters per ZeRO-3 optimizer sub-group.
         sequence_parallel: Whether tensor ranks hold shards of the sequence between sharded layers.
+        experts: How tensor ranks share stacked experts.
         kernels: Implementation of norms and gated activations.
         pipeline_schedule: Order of the passes of a pipeline.
         virtual_stages: Stages of each rank of a pipeline.
@@ -97,6 +98,7 @@ class Settings:
     sub_group_size: PositiveInt
     reduce_bucket_size: PositiveInt
     sequence_parallel: bool = False
+    experts: ExpertSharding = "sliced"
     kernels: Kernels = "eager"
     pipeline_schedule: PipelineSchedule = "1f1b"
     virtual_stages: Count = 1
@@ -198,6 +200,7 @@ def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> li
         "train.learning_rate": (None if scaled else train.learning_rate, settings.learning_rate),
         "parallel.zero_stage": (job.parallel.zero_stage, settings.zero_stage),
         "parallel.sequence_parallel": (job.parallel.sequence_parallel, settings.sequence_parallel),
+        "parallel.experts": (job.parallel.experts, settings.experts),
         "parallel.pipeline_schedule": (job.parallel.pipeline_schedule, settings.pipeline_schedule),
         "parallel.virtual_stages": (job.parallel.virtual_stages, settings.virtual_stages),
         "model.task": (job.model.task, settings.task),

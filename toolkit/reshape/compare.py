@@ -191,7 +191,13 @@ def _open(folder: Path, plan: Plan, *, optimizer: bool, trust_remote_code: bool)
     state = State.load(folder)
     if not optimizer:
         tag_dir, model_dir = folder / tag_of(state.step), folder / MODEL
-        opened = open_checkpoint(tag_dir, model_dir, trust_remote_code=trust_remote_code, grid=plan.grid)
+        opened = open_checkpoint(
+            tag_dir,
+            model_dir,
+            trust_remote_code=trust_remote_code,
+            grid=plan.grid,
+            experts=plan.settings.experts,
+        )
         return _Side(parts={WEIGHT: opened.weights}, opened=opened)
     from toolkit.reshape.saved import open_saved  # imports the engine
 

@@ -56,7 +56,13 @@ def open_saved(folder: Path, plan: Plan, state: State, *, trust_remote_code: boo
         CheckpointError: EXPORT_DAMAGED, EXPORT_CONFIG, EXPORT_REMOTE_CODE, and those of the readers of `toolkit.exporter`.
     """
     tag_dir = folder / tag_of(state.step)
-    opened = open_checkpoint(tag_dir, folder / MODEL, trust_remote_code=trust_remote_code, grid=plan.grid)
+    opened = open_checkpoint(
+        tag_dir,
+        folder / MODEL,
+        trust_remote_code=trust_remote_code,
+        grid=plan.grid,
+        experts=plan.settings.experts,
+    )
     if is_sharded(tag_dir):
         held = sharded_states(tag_dir)
         return SavedState(

@@ -50,6 +50,7 @@ from toolkit.tensor_parallel.plan import (
 from toolkit.tensor_parallel.rng import shard_dropout
 from toolkit.tensor_parallel.sequence import shard_sequence
 from toolkit.tensor_parallel.validate import problems
+from toolkit.tensor_parallel.whole_experts import place_experts, whole_expert_shards
 
 M = TypeVar("M", bound=nn.Module)
 # Names that model configurations give to the dropout of attention weights, which acts on shards.
@@ -175,7 +176,7 @@ def _shards_of(module: Any, style: Style, heads: Heads, num_ranks: int) -> dict[
         case FeatureNorm():
             return norm_shards(_layout(module, style, heads, num_ranks))
         case Experts():
-            return expert_shards(module, style)
+            return whole_expert_shards(module) if style.whole else expert_shards(module, style)
         case PerHead():
             return per_head_shards(module, list(module._parameters), heads.count(style.part))
         case Attention():
@@ -220,6 +221,8 @@ class _Builder:
             case ColumnParallel() | RowParallel() | Vocabulary() | FeatureNorm():
                 layout = _layout(module, style, self._heads, self._group.size())
                 model.set_submodule(name, self._of_layout(module, name, style, layout))
+            case Experts(whole=True):
+                place_experts(module, tp_group=self._group)
             case Experts():
                 shard_experts(module, style, tp_group=self._group)
             case Replicated(reads_shards=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -83,14 +83,16 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Stacked experts of a mixture (`gate_up_proj` or `up_proj`, `down_proj`), each with its inner features sharded.
+    """Stacked experts of a mixture (`gate_up_proj` or `up_proj`, `down_proj`), each with its inner features sharded, or whole on one rank.
 
     Args:
+        whole: Whether each expert is whole on one of the ranks, which have equally many (expert parallelism).
         transposed: Whether the weight of an expert has shape (in, out), as GPT-OSS has it.
         interleaved: Whether the features of gate and up alternate in `gate_up_proj`, instead of halves.
         passes: Children that return their input, as experts without weights do.
     """
 
+    whole: bool = False
     transposed: bool = False
     interleaved: bool = False
     passes: tuple[str, ...] = ()
@@ -188,6 +190,16 @@ class Region:
     parent: str
     columns: tuple[str, ...]
     rows: tuple[str, ...]
+
+
+def with_whole_experts(table: Mapping[str, Style]) -> dict[str, Style]:
+    """Return a table in which stacked experts are whole on their ranks."""
+    return {name: replace(style, whole=True) if isinstance(style, Experts) else style for name, style in table.items()}
+
+
+def has_whole_experts(table: Mapping[str, Style]) -> bool:
+    """Return whether a table has stacked experts that are whole on their ranks."""
+    return any(isinstance(style, Experts) and style.whole for style in table.values())
 
 
 def regions(found: Mapping[str, Style]) -> list[Region]:

@@ -7,7 +7,7 @@ twin; a model for which too little is left is refused with the module where the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,13 +17,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.artifacts.records import Records
+from toolkit.config.job import ExpertSharding
 from toolkit.distributed.thread_ranks import run_threads
 from toolkit.errors import ToolkitError, first_line
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
 from toolkit.tensor_parallel.derive import Candidate, find_candidates, heads_of
 from toolkit.tensor_parallel.embedding import gather_scores
 from toolkit.tensor_parallel.linear import ShardedLinear
-from toolkit.tensor_parallel.plan import Style, TPPlan, matching
+from toolkit.tensor_parallel.plan import Style, TPPlan, has_whole_experts, matching, with_whole_experts
 from toolkit.twins.comparison import (
     SMALL,
     TOLERANCE,
@@ -44,6 +45,8 @@ LEAST_SHARDED = 0.1
 # Difference up to which a failed comparison may be rounding, so that it is made again in double precision.
 _ROUNDING = 1e-3
 _MOST_TRIALS = 24
+# Why experts cannot be whole on ranks of a dense model, or of one that keeps each expert in a module of its own.
+NO_EXPERTS = "it has no stacked experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,13 @@ class TensorProof:
     problem: str
 
 
-def tensor_proof(model_class: type[PreTrainedModel], config: PreTrainedConfig, *, num_ranks: int) -> TensorProof:
+def tensor_proof(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    *,
+    num_ranks: int,
+    experts: ExpertSharding = "sliced",
+) -> TensorProof:
     """Return the proof of a model's derived table, made now or by an earlier process; arguments as of `prove_tensor`."""
     ranks = ranks_of_proof(config, num_ranks)
     return kept_proof(
@@ -75,8 +84,9 @@ def tensor_proof(model_class: type[PreTrainedModel], config: PreTrainedConfig, *
         model_class,
         config,
         ranks,
+        *(() if experts == "sliced" else (experts,)),
         records=_records(),
-        make=lambda: prove_tensor(model_class, config, num_ranks=ranks),
+        make=lambda: prove_tensor(model_class, config, num_ranks=ranks, experts=experts),
     )
 
 
@@ -99,13 +109,20 @@ def _records() -> Records[TensorProof]:
     return Records(TensorProof)
 
 
-def prove_tensor(model_class: type[PreTrainedModel], config: PreTrainedConfig, *, num_ranks: int) -> TensorProof:
+def prove_tensor(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    *,
+    num_ranks: int,
+    experts: ExpertSharding = "sliced",
+) -> TensorProof:
     """Derive a table for a model and prove it on a twin.
 
     Args:
         model_class: Class of the model.
         config: Its configuration.
         num_ranks: Tensor ranks; more than four are proven over two or four, which share heads in the same way.
+        experts: Whether ranks share each of the stacked experts, or have some of them whole.
     """
     with plain_torch():
         try:
@@ -116,7 +133,21 @@ def prove_tensor(model_class: type[PreTrainedModel], config: PreTrainedConfig, *
             return _refused(str(error))
         except Exception as error:  # code of any model
             return _refused(f"its twin does not run on the CPU: {type(error).__name__}: {first_line(error)}")
-        return _search(scene, candidates)
+        if experts == "sliced":
+            return _search(scene, candidates)
+        placed = [
+            replace(candidate, tables=tuple(map(with_whole_experts, candidate.tables))) for candidate in candidates
+        ]
+        proof = _search(scene, placed)
+        if proof.problem or has_whole_experts(proof.table):
+            return proof
+        stacked = {candidate.pattern for candidate in placed if any(map(has_whole_experts, candidate.tables))}
+        whys = [
+            f"{name}, whose experts would each be whole on a rank: {why}"
+            for name, why in proof.whole
+            if name in stacked
+        ]
+        return _refused(whys[0] if whys else NO_EXPERTS, proof.whole)
 
 
 class _Scene:
@@ -272,6 +303,8 @@ def _compare(model: nn.Module, found: Run, wanted: Run, *, rank: int, num_ranks:
 
 def _blamed(twin: nn.Module, place: str, chosen: Mapping[str, int]) -> str | None:
     """Return the pattern of the sharded module around a place, in it, or, for the end of the model, that of the vocabulary."""
+    if place in chosen:  # what is refused for all modules of a pattern
+        return place
     around = [
         pattern
         for pattern in chosen

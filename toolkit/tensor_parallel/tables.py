@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from toolkit.config.job import ExpertSharding
 from toolkit.errors import PlanError
 from toolkit.tensor_parallel.derive import heads_of
 from toolkit.tensor_parallel.linear import is_linear
@@ -29,10 +30,12 @@ from toolkit.tensor_parallel.plan import (
     Style,
     TPPlan,
     Vocabulary,
+    has_whole_experts,
     matching,
     pattern_of,
+    with_whole_experts,
 )
-from toolkit.tensor_parallel.proof import sequence_proof, tensor_proof
+from toolkit.tensor_parallel.proof import NO_EXPERTS, sequence_proof, tensor_proof
 from toolkit.twins.comparison import module_kinds
 
 QUERY = ColumnParallel(parts=("query",))
@@ -129,7 +132,13 @@ _ROWS: Mapping[str, RowParallel] = {
 }  # fmt: skip
 
 
-def tp_plan_for(model: PreTrainedModel, *, num_ranks: int = 2, sequence_parallel: bool = False) -> TPPlan:
+def tp_plan_for(
+    model: PreTrainedModel,
+    *,
+    num_ranks: int = 2,
+    sequence_parallel: bool = False,
+    experts: ExpertSharding = "sliced",
+) -> TPPlan:
     """Return the table of styles of a model of transformers.
 
     An architecture without a table of its own gets one that is derived from its modules and proven on a small twin, which takes
@@ -139,17 +148,24 @@ def tp_plan_for(model: PreTrainedModel, *, num_ranks: int = 2, sequence_parallel
         model: Dense model on any device, meta included.
         num_ranks: Tensor ranks that will share it, by which the proof shares heads.
         sequence_parallel: Whether they will also share the sequence, which is proven as well.
+        experts: Whether they share each of a mixture's experts, or have some of them whole.
 
     Raises:
-        PlanError: TP_HEADS if ranks would replicate a part of derived, fused weights; TP_ARCHITECTURE if no table of it stands its proof, with the module where twin and shards part ways; the
+        PlanError: TP_HEADS if ranks would replicate a part of derived, fused weights; TP_EXPERTS if only the experts cannot be whole; TP_ARCHITECTURE if no table of it stands its proof, with the module where twin and shards part ways; the
             message shows what to write for it. TP_SEQUENCE_ARCHITECTURE if only the sequence cannot be shared.
     """
     layers = _layers(model)
     if layers is not None:
+        if experts == "whole":
+            layers = with_whole_experts(layers)
+            if not has_whole_experts(layers):
+                raise _no_experts(model, NO_EXPERTS)
         return TPPlan(heads=_heads(model.config), table={**dict.fromkeys(_vocabulary(model), Vocabulary()), **layers})
     kind: Any = type(model)
-    proof = tensor_proof(kind, model.config, num_ranks=num_ranks)
+    proof = tensor_proof(kind, model.config, num_ranks=num_ranks, experts=experts)
     if proof.problem:
+        if experts == "whole" and not tensor_proof(kind, model.config, num_ranks=num_ranks).problem:
+            raise _no_experts(model, proof.problem)
         raise _unknown(model, proof.problem)
     if unlike := sorted({*module_kinds(model)} - {*proof.kinds}):
         raise _unknown(model, f"its twin has no {unlike[0].replace(':', ', a ')}")
@@ -174,6 +190,19 @@ def tp_plan_for(model: PreTrainedModel, *, num_ranks: int = 2, sequence_parallel
             fix="Set parallel.tensor to a divisor of num_key_value_heads, or to 1",
         )
     return styles
+
+
+def _no_experts(model: PreTrainedModel, why: str) -> PlanError:
+    return PlanError.of(
+        code="TP_EXPERTS",
+        key="parallel.experts",
+        message=f"experts=whole: experts of {type(model).__name__} (model_type={model.config.model_type}) that are whole on their ranks "
+        f"could not be proven on a small twin: {why}"
+        if why != NO_EXPERTS
+        else f"experts=whole with {type(model).__name__} "
+        f"(model_type={model.config.model_type}): {why}, which ranks could share out",
+        fix="Set parallel.experts to sliced",
+    )
 
 
 def is_fused(styles: TPPlan) -> bool:

@@ -30,7 +30,7 @@ from toolkit.tensor_parallel.plan import (
 )
 from toolkit.topology.grid import divisors, join
 
-_KEY = "parallel.tensor"
+_KEY, _EXPERTS = "parallel.tensor", "parallel.experts"
 # Alignment of a row of weights, for the products of all experts in one kernel (torch.nn.functional.grouped_mm).
 _KERNEL_BYTES = 16
 
@@ -131,10 +131,27 @@ def _module_problems(module: nn.Module, pattern: str, style: Style, heads: Heads
         width = length // len(style.parts) if isinstance(style, ColumnParallel) else length
         if "width" in (style.parts if isinstance(style, ColumnParallel) else (style.part,)):
             yield from _width_problems(pattern, width, num_ranks)
+    elif isinstance(style, Experts) and style.whole:
+        yield from _whole_expert_problems(module, pattern, style, num_ranks)
     elif isinstance(style, Experts):
         weight = module.get_parameter("down_proj")
         inner = weight.shape[1 if style.transposed else 2]
         yield from _width_problems(pattern, inner, num_ranks, multiple=_KERNEL_BYTES // weight.element_size())
+
+
+def _whole_expert_problems(module: nn.Module, pattern: str, style: Experts, num_ranks: int) -> Iterator[Problem]:
+    """Yield why experts cannot each be whole on one of the ranks."""
+    counts = {len(weight) for weight in module._parameters.values() if weight is not None}
+    if len(counts) > 1 or style.passes:
+        why = f"{pattern} has experts without weights, which no rank owns"
+        yield Problem(code="TP_EXPERTS", key=pattern, message=f"experts=whole: {why}", fix=f"Set {_EXPERTS} to sliced")
+    elif (count := counts.pop()) % num_ranks:
+        yield Problem(
+            code="TP_EXPERTS",
+            key=_KEY,
+            message=f"tensor={num_ranks} does not divide the {count} experts of {pattern}: with experts=whole each rank has equally many",
+            fix=f"Set tensor to one of {join(divisors(count))}, or {_EXPERTS} to sliced",
+        )
 
 
 def _width_problems(pattern: str, width: int, num_ranks: int, *, multiple: int = 1) -> Iterator[Problem]:

@@ -24,6 +24,38 @@ LOOPED = {
 }
 
 
+WHOLE = {
+    "balanced": "Experts are whole on their tensor ranks, and the tokens' choices are assumed to spread evenly over the ranks",
+    "worst": "Experts are whole on their tensor ranks, and all tokens are assumed to choose experts of one rank",
+}
+
+
+class RowsOfRank:
+    """Result of the operation by which whole experts (`toolkit.tensor_parallel.whole_experts`) pick the rows of their rank.
+
+    Args:
+        config: Configuration of the model.
+        routing: How tokens spread over ranks.
+        num_ranks: Ranks that have equally many of the experts.
+    """
+
+    def __init__(self, config: PreTrainedConfig, routing: Routing, *, num_ranks: int) -> None:
+        self.routing = routing
+        self._num_ranks = num_ranks
+        self._own = max(_expert_counts(config), default=num_ranks) // num_ranks
+        self._num_choices = max(_choices(config), default=1)
+
+    def __call__(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return as many places as the routing gives this rank; NotImplemented for any other operation."""
+        if function is not torch.ops.aten.masked_select.default:
+            return NotImplemented
+        places, pairs = args[0], args[1].numel()
+        rows = -(-pairs // self._num_ranks)
+        if self.routing == "worst":  # a token chooses an expert at most once
+            rows = pairs // self._num_choices * min(self._num_choices, self._own)
+        return places.new_empty((max(1, rows),))
+
+
 class LoopedExperts:
     """Results of operations by which a loop over experts reads the routing, which fake tensors do not know.
 
@@ -34,16 +66,17 @@ class LoopedExperts:
     Args:
         config: Configuration of the model.
         routing: How tokens spread over experts.
+        num_ranks: Ranks that have some of the experts each; 1 where a rank has all, or a slice of each.
 
     Source:
         transformers models/dbrx/modeling_dbrx.py DbrxExperts.forward, models/jetmoe/modeling_jetmoe.py
         JetMoeTopKGating.forward, and others without `use_experts_implementation`.
     """
 
-    def __init__(self, config: PreTrainedConfig, routing: Routing) -> None:
+    def __init__(self, config: PreTrainedConfig, routing: Routing, *, num_ranks: int = 1) -> None:
         self.routing = routing
         self.asked = False
-        self._counts = _expert_counts(config)
+        self._counts = {count // num_ranks for count in _expert_counts(config)}
         self._num_hit = 1
         self._num_choices = max(_choices(config), default=1)
         self._shares: Iterator[int] = iter(())
@@ -81,8 +114,10 @@ class LoopedExperts:
         return max(1, shape[0] * shape[-1] // self._num_hit)
 
 
-def assumptions(model: nn.Module, looped: LoopedExperts | None) -> tuple[str, ...]:
+def assumptions(model: nn.Module, looped: LoopedExperts | None, own: RowsOfRank | None = None) -> tuple[str, ...]:
     """Return what the sizes of a mixture of experts assume; nothing for a dense model."""
+    if own is not None:
+        return (WHOLE[own.routing],)
     if looped is not None and looped.asked:
         return (LOOPED[looped.routing],)
     return (GROUPED,) if runs_grouped(model) else ()

@@ -26,7 +26,7 @@ from toolkit.memory.kernels.dispatch import cuda_kernels
 from toolkit.memory.kernels.linear_attention import replaced_kernels
 from toolkit.memory.kernels.operations import join_operations
 from toolkit.memory.kernels.quantized import quantize_linears
-from toolkit.memory.kernels.routing import LoopedExperts, assumptions, has_experts, runs_grouped
+from toolkit.memory.kernels.routing import LoopedExperts, RowsOfRank, assumptions, has_experts, runs_grouped
 from toolkit.memory.kernels.zero3 import find_leaves, linear_modules
 from toolkit.memory.trace.compiled_layers import CompiledStacks
 from toolkit.memory.trace.events import ChunkTrace, MemoryTrace, ResolvedEvent, held, in_blocks
@@ -101,7 +101,9 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
             num_replicas = (
                 1
                 if tp_group is None
-                else max(1, spec.tensor // tp_plan_for(empty, num_ranks=spec.tensor).heads.key_value)
+                else max(
+                    1, spec.tensor // tp_plan_for(empty, num_ranks=spec.tensor, experts=spec.experts).heads.key_value
+                )
             )
             shard_model(empty, spec, tp_group=tp_group, part=pruned.part)
             if spec.quantized:
@@ -110,10 +112,14 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                 model = add_adapters(empty, spec)
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
                 made = _finish(spec, model, pruned, num_replicas=num_replicas, context_group=context_group, mode=mode)
-                looped = None
+                looped = own = None
+                num_owners = spec.tensor if spec.experts == "whole" else 1
                 if has_experts(empty.config) and not runs_grouped(empty):
-                    looped = LoopedExperts(empty.config, spec.routing)
-                rules: list[FakeOpRule] = [disable_layer_dropout, inplace_collectives, *([looped] if looped else [])]
+                    looped = LoopedExperts(empty.config, spec.routing, num_ranks=num_owners)
+                if num_owners > 1:
+                    own = RowsOfRank(empty.config, spec.routing, num_ranks=num_owners)
+                rules: list[FakeOpRule] = [disable_layer_dropout, inplace_collectives]
+                rules += [rule for rule in (looped, own) if rule is not None]
                 losses = _losses(spec, made, tp_group)
                 compiled = CompiledStacks.of(spec, made.model, made.stacks) if spec.torch_compile else None
                 runs = []
@@ -135,11 +141,11 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                             step, backward=not spec.evaluation, ends=ends, gradients=None if whole else gradients
                         )
                         runs.append((tracing, ends))
-                asked = looped is not None and looped.asked
+                asked = own is not None or (looped is not None and looped.asked)
                 info = stage_info(made.model)
                 noted = {
                     "assumptions": (
-                        *assumptions(made.model, looped),
+                        *assumptions(made.model, looped, own),
                         *recurrence.describe(),
                         *(() if compiled is None else compiled.describe()),
                         *((PADDED,) if spec.packing == "none" else ()),

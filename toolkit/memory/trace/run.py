@@ -78,7 +78,14 @@ def _config(plan: Plan) -> PreTrainedConfig:
         if isinstance(error, SpecError) and error.codes == ("MODEL_CONFIG_INVALID",):
             raise
         raise unknown_architecture(error, plan.model.name, trust_remote_code=trusted) from error
-    prove_splits(config, tensor=plan.grid.tp, pipeline=plan.grid.pp, context=plan.grid.cp, trust_remote_code=trusted)
+    prove_splits(
+        config,
+        tensor=plan.grid.tp,
+        pipeline=plan.grid.pp,
+        context=plan.grid.cp,
+        experts=plan.settings.experts,
+        trust_remote_code=trusted,
+    )
     return config
 
 

@@ -27,7 +27,7 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "k
 # Multiple of tokens to which rows are padded (`toolkit.data.packing.ROUND_TO`).
 PADDED_TO = 8
 
-_KEY, _SEQUENCE = "parallel.tensor", "parallel.sequence_parallel"
+_KEY, _SEQUENCE, _EXPERTS = "parallel.tensor", "parallel.sequence_parallel", "parallel.experts"
 _ALONE = f"Set {_KEY} to 1"
 
 
@@ -40,8 +40,10 @@ def whole_heads(draft: UncheckedPlan) -> Iterator[Problem]:
     valid = [n for n in divisors(query) if key_value % n == 0 or n % key_value == 0]
     if model.model_type in FUSED_MODEL_TYPES:
         valid = [n for n in valid if key_value % n == 0]
+    # Of experts that are whole, `whole_experts` has the number that a size must divide.
     # Of others the proof before the start shows which modules ranks share.
-    name, width, multiple = _inner_width(draft) if _is_known(draft) else ("", 0, 1)
+    sliced = _is_known(draft) and draft.settings.experts == "sliced"
+    name, width, multiple = _inner_width(draft) if sliced else ("", 0, 1)
     valid = [n for n in valid if width % n == 0 and width // n % multiple == 0]
     if size in valid:
         return
@@ -75,6 +77,35 @@ def _inner_width(draft: UncheckedPlan) -> tuple[str, int, int]:
     width = Fields(model.config).expert_width
     # toolkit.tensor_parallel.validate: 16 bytes, for torch.nn.functional.grouped_mm.
     return name, width, 4 if draft.settings.dtype == "fp32" else 8
+
+
+def whole_experts(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Require a mixture whose experts tensor ranks can share out in equal numbers, for experts that are whole on their ranks."""
+    if draft.settings.experts != "whole":
+        return
+    size, count = draft.job.parallel.tensor, draft.model.num_experts
+    sizes = [n for n in divisors(count) if n > 1] if count else []
+    if size == 1:
+        fix = f"Remove {_EXPERTS}, or set {_KEY} to " + (
+            f"one of {join(sizes)}" if sizes else "the number of ranks that share the model"
+        )
+        yield _no_whole_experts("with tensor=1: there are no tensor ranks to share them out", fix)
+    elif not count and draft.model.model_type in TENSOR_MODEL_TYPES:  # of others the proof before the start finds them
+        yield _no_whole_experts(f"with {draft.model.name}, a dense model: it has no experts", f"Remove {_EXPERTS}")
+    elif count % size:
+        yield Problem(
+            code="TP_EXPERTS",
+            key=_KEY,
+            message=f"tensor={size} does not divide num_experts={count}: with experts=whole each rank has the same number of experts",
+            fix=f"Set {_KEY} to one of {join(sizes)}, or {_EXPERTS} to sliced",
+        )
+    elif draft.job.train.torch_compile:
+        why = "with torch_compile=true: how many rows a rank's experts compute is known when they run, which a compiled layer does not wait for"
+        yield _no_whole_experts(why, f"Set {_EXPERTS} to sliced, or train.torch_compile to false")
+
+
+def _no_whole_experts(why: str, fix: str) -> Problem:
+    return Problem(code="TP_EXPERTS", key=_EXPERTS, message=f"experts=whole {why}", fix=fix)
 
 
 def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
@@ -179,6 +210,7 @@ def _refused(key: str, value: str, why: str, instead: str) -> Problem:
 
 RULES = (
     whole_heads,
+    whole_experts,
     proven_together,
     pieces_of_sequences,
     counted_norm,

@@ -1,0 +1,206 @@
+"""Experts that are whole on their ranks: loss, scores and every gradient are the dense model's, also of a rank without tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_distributed
+from sharded_models import batch, dense_model
+from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, LlamaConfig, MixtralConfig, PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralForCausalLM
+
+from toolkit.errors import PlanError
+from toolkit.modeling.checkpointing import apply_gradient_checkpointing
+from toolkit.tensor_parallel.apply import apply_tensor_parallel, dense_shards, parameter_shards
+from toolkit.tensor_parallel.embedding import gather_scores
+from toolkit.tensor_parallel.proof import prove_tensor, tensor_proof
+from toolkit.tensor_parallel.tables import tp_plan_for
+from toolkit.twins.comparison import SMALL, build_twin, make_batch
+
+TOLERANCE = 1e-5
+# Written tables, with a router loss (Mixtral) and layers without experts (Qwen3-MoE), whole sequences and pieces of them.
+WRITTEN = ("mixtral", "qwen3_moe", "olmoe")
+# Derived ones: shared experts and their gate, latent attention, biases and clamped gates, scaled residuals.
+VALUES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+}
+DERIVED = ("qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe")
+
+
+def twin_of(name: str) -> PreTrainedModel:
+    config = CONFIG_MAPPING[name](**VALUES.get(name, {}))
+    return build_twin(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+def errors_of(
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    pieces: bool = False,
+    recomputes: bool = False,
+) -> float:
+    """Largest difference of loss, scores and gradients, those of gradients as shares of their largest element."""
+    wanted = model(**inputs)
+    wanted.loss.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    styles = tp_plan_for(model, num_ranks=group.size(), experts="whole")
+    foreseen = dense_shards(model, styles, num_ranks=group.size())
+    apply_tensor_parallel(model, styles, tp_group=group, sequence_parallel=pieces)
+    shards = parameter_shards(model)
+    assert shards == foreseen
+    assert any(shard.dim == 0 and "experts" in name for name, shard in shards.items())
+    if recomputes:
+        model.train()
+        apply_gradient_checkpointing(model, fraction=1.0, offload_inputs=False)
+    found = model(**inputs)
+    found.loss.backward()
+    scores = gather_scores(found.logits, vocab_size=wanted.logits.shape[-1], tp_group=group)
+    worst = max(abs(found.loss.item() - wanted.loss.item()), (scores - wanted.logits).abs().max().item())
+    ours = dict(model.named_parameters())
+    for name, gradient in gradients.items():
+        scale = max(SMALL, gradient.abs().max().item())
+        if name in shards:
+            gradient = shards[name].take(gradient, rank=group.rank(), num_ranks=group.size())
+        own = ours[name].grad
+        assert own is not None, name
+        worst = max(worst, (own - gradient).abs().max().item() / scale)
+    return worst
+
+
+def choosing_two(implementation: str) -> PreTrainedModel:
+    """A model all of whose tokens choose the first two experts, which are those of the first rank."""
+    model = dense_model("mixtral", output_router_logits=False)
+    model.set_experts_implementation(implementation)
+    for layer in model.model.layers:
+        router = layer.mlp.gate
+
+        def first_two(module: nn.Module, args: Any, output: Any) -> Any:
+            logits, weights, ids = output
+            return logits, weights, torch.arange(2).expand_as(ids)
+
+        router.register_forward_hook(first_two)
+    return model
+
+
+# What a whole expert must go through; the first of each kind by default.
+SCENES = (
+    *WRITTEN,
+    *(f"{name} in pieces" for name in WRITTEN),
+    *DERIVED,
+    "olmoe recomputed",
+    "no tokens, eager",
+    "no tokens, grouped_mm",
+)
+BY_DEFAULT = (
+    "mixtral",
+    "olmoe in pieces",
+    "deepseek_v3",
+    "gpt_oss",
+    "olmoe recomputed",
+    "no tokens, eager",
+    "no tokens, grouped_mm",
+)
+
+
+def scenes(rank: int, chosen: tuple[str, ...]) -> dict[str, float]:
+    group = dist.group.WORLD
+    assert group is not None
+    found = {}
+    for scene in chosen:
+        name, _, kind = scene.partition(" ")
+        if name == "no":
+            found[scene] = errors_of(choosing_two(kind.partition(" ")[2]), batch(), group)
+        elif name in DERIVED:
+            found[scene] = errors_of(twin_of(name), make_batch(), group)
+        else:
+            pieces, recomputes = kind == "in pieces", kind == "recomputed"
+            inputs = batch(8 if pieces else 9)
+            found[scene] = errors_of(dense_model(name, 2), inputs, group, pieces=pieces, recomputes=recomputes)
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> list[dict[str, float]]:
+    return run_distributed(scenes, 2, BY_DEFAULT, timeout_seconds=200)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", BY_DEFAULT)
+def test_two_ranks_compute_the_dense_model(on_ranks: list[dict[str, float]], name: str) -> None:
+    assert max(found[name] for found in on_ranks) <= TOLERANCE
+
+
+@pytest.mark.gloo
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_compute_every_dense_model(num_ranks: int) -> None:
+    for found in run_distributed(scenes, num_ranks, SCENES, timeout_seconds=200):
+        assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+
+
+class SummingExperts(MixtralExperts):
+    """Experts whose output has the mean of all tokens in it, of which a rank sees those of its experts alone."""
+
+    def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states, *routing) + hidden_states.mean(0)
+
+
+class Mixing(MixtralForCausalLM):
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.experts.__class__ = SummingExperts
+
+
+def test_experts_that_read_other_tokens_fail_their_proof_where_they_are() -> None:
+    proof = prove_tensor(Mixing, MixtralConfig(), num_ranks=2, experts="whole")
+    assert proof.table == {}
+    assert "model.layers.*.mlp.experts: its output differs by" in proof.problem
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        pytest.param(
+            "longcat_flash",
+            "model.layers.*.mlp.experts has experts without weights, which no rank owns",
+            marks=pytest.mark.full,
+        ),
+        ("llama4_text", "its experts are not called with hidden states, chosen experts and a weight for each of these"),
+        ("glm4", "it has no stacked experts"),
+    ],
+)
+def test_what_has_no_experts_that_a_rank_can_own_is_refused(name: str, why: str) -> None:
+    config = CONFIG_MAPPING[name]()
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    assert tensor_proof(kind, config, num_ranks=2).problem == ""
+    with torch.device("meta"):
+        model = kind._from_config(config)
+    with pytest.raises(PlanError, match="experts=whole") as caught:
+        tp_plan_for(model, experts="whole")
+    assert caught.value.codes == ("TP_EXPERTS",)
+    assert why in str(caught.value)
+
+
+def test_a_dense_model_with_a_written_table_is_refused() -> None:
+    with torch.device("meta"):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig]._from_config(LlamaConfig(num_hidden_layers=1))
+    with pytest.raises(PlanError, match=r"LlamaForCausalLM \(model_type=llama\): it has no stacked experts") as caught:
+        tp_plan_for(model, experts="whole")
+    assert caught.value.codes == ("TP_EXPERTS",)
+
+
+def test_ranks_must_divide_the_experts() -> None:
+    model = dense_model("mixtral", num_local_experts=6, num_attention_heads=4)
+    styles = tp_plan_for(model, num_ranks=4, experts="whole")
+    with pytest.raises(
+        PlanError, match=r"tensor=4 does not divide the 6 experts .* Set tensor to one of 1, 2, 3, 6"
+    ) as caught:
+        dense_shards(model, styles, num_ranks=4)
+    assert caught.value.codes == ("TP_EXPERTS",)

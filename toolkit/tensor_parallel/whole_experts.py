@@ -1,0 +1,202 @@
+"""Stacked experts of a mixture, each of them whole on one rank of a tensor group (expert parallelism).
+
+Every rank of the group has all tokens and the same routing, so nothing is dispatched: a rank picks the rows of its own experts, computes
+them, and the sum over the ranks brings all choices of a token together. That is one all-reduce forward and one backward, the same bytes as
+of sliced experts (`toolkit.tensor_parallel.experts`), for rows and matrix products that are fewer and wider. With sequence parallelism the
+block of the mixture gathers the sequence before its router, which is also what its shared experts read; an all-to-all of the tokens
+themselves would send top-k rows for each of them, which is more where top-k is at least the number of ranks.
+
+N: tokens, K: choices of a token, R: rows of this rank, pairs of a token and one of its choices, D: width.
+
+Source:
+    arXiv 2101.03961, section 2.2, for the placement; megatron-core transformer/moe/token_dispatcher.py MoEAllGatherTokenDispatcher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Function
+
+from toolkit.tensor_parallel.autograd import copy_to_region, reduce_from_region
+from toolkit.tensor_parallel.layout import Layout, Part, Shard
+from toolkit.tensor_parallel.linear import sharded_parameter
+
+# Attributes with the number of stacked experts.
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_experts")
+
+
+def place_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
+    """Leave a rank's own experts in a module, which keeps its class and kernels.
+
+    A rank none of whose experts is chosen computes one row of zeros, so that every parameter has a gradient and the ranks' collectives
+    match.
+
+    Collectives:
+        forward: all-reduce of the output; backward: all-reduce of the gradients of the input and of the routing weights.
+    """
+    shards = whole_expert_shards(experts)
+    count, own = num_experts(experts), num_experts(experts) // tp_group.size()
+    first = tp_group.rank() * own
+    experts.shards = shards  # type: ignore[assignment]
+    for name, shard in shards.items():
+        experts.register_parameter(name, sharded_parameter(experts.get_parameter(name), shard, tp_group=tp_group))
+    for name in _COUNTS:
+        if getattr(experts, name, None) == count:
+            setattr(experts, name, own)
+    running: list[_Rows] = []
+
+    def pick(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        call = _Call.of(args, kwargs)
+        x, weights = (copy_to_region(each, tp_group=tp_group) for each in (call.x, call.weights))
+        rows = _Rows.of(call.ids, first=first, count=own, shape=x.shape)
+        running.append(rows)
+        return call.replaced(rows.take(x), rows.local_ids(call.ids), rows.of_weights(weights))
+
+    def join(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return reduce_from_region(running.pop().add(output), tp_group=tp_group)
+
+    experts.register_forward_pre_hook(pick, with_kwargs=True)
+    experts.register_forward_hook(join)
+
+
+def whole_expert_shards(experts: nn.Module) -> dict[str, Shard]:
+    """Return how the parameters of stacked experts are shared out, each with a first dimension of all experts."""
+    count = num_experts(experts)
+    layout = Layout(parts=(Part(num_units=count),))
+    names = [name for name, weight in experts._parameters.items() if weight is not None]
+    return {name: Shard(dim=0, layout=layout, dense_length=count) for name in names}
+
+
+def num_experts(experts: nn.Module) -> int:
+    """Return how many experts are stacked in a module."""
+    return len(experts.get_parameter("down_proj"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """The arguments of a call of stacked experts.
+
+    Args:
+        x: Hidden states. Shape (…, D).
+        ids: Experts that each token chose. Shape (N, K).
+        weights: Their weights. Shape (N, K).
+        args: Positional arguments.
+        kwargs: Arguments by keyword.
+    """
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """Tell hidden states, chosen experts and their weights apart.
+
+        Raises:
+            ValueError: If the call has others, or weights of another shape.
+        """
+        given = [*args, *kwargs.values()]
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        floats = [value for value in tensors if value.is_floating_point()]
+        others = [value for value in tensors if not value.is_floating_point()]
+        if len(given) != 3 or len(floats) != 2 or len(others) != 1 or floats[1].shape != others[0].shape:
+            raise ValueError(
+                "its experts are not called with hidden states, chosen experts and a weight for each of these"
+            )
+        return cls(x=floats[0], ids=others[0], weights=floats[1], args=args, kwargs=kwargs)
+
+    def replaced(self, *values: torch.Tensor) -> tuple[Any, Any]:
+        """Return the arguments with other hidden states, chosen experts and weights."""
+        found = dict(zip(map(id, (self.x, self.ids, self.weights)), values, strict=True))
+        return tuple(found[id(each)] for each in self.args), {
+            name: found[id(each)] for name, each in self.kwargs.items()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Which pairs of a token and a choice are rows of this rank.
+
+    Args:
+        positions: Places of its pairs among all, token by token. Shape (R,).
+        tokens: Token of each of them. Shape (R,).
+        first: Number of its first expert.
+        empty: Whether no token chose any of its experts, so that the only row has weight zero.
+        shape: Shape of the hidden states.
+    """
+
+    positions: torch.Tensor
+    tokens: torch.Tensor
+    first: int
+    empty: bool
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, *, first: int, count: int, shape: torch.Size) -> _Rows:
+        """Find the pairs of `count` experts from `first` on. The host waits for their number."""
+        flat = ids.flatten()
+        own = (flat >= first) & (flat < first + count)
+        positions = torch.masked_select(torch.arange(len(flat), device=flat.device), own)
+        empty = len(positions) == 0
+        if empty:
+            positions = torch.zeros(1, dtype=torch.int64, device=flat.device)
+        return cls(positions=positions, tokens=positions // ids.shape[-1], first=first, empty=empty, shape=shape)
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of the rows. Shapes (…, D) to (R, D)."""
+        rows: torch.Tensor = _Take.apply(x.flatten(0, -2), self.tokens)  # type: ignore[no-untyped-call]
+        return rows * 0 if self.empty else rows
+
+    def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the experts of the rows, counted from the rank's first. Shapes (N, K) to (R, 1)."""
+        chosen = ids.flatten()[self.positions] - self.first
+        return (chosen * 0 if self.empty else chosen).unsqueeze(-1)
+
+    def of_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weights of the rows. Shapes (N, K) to (R, 1)."""
+        chosen = weights.flatten()[self.positions]
+        return (chosen * 0 if self.empty else chosen).unsqueeze(-1)
+
+    def add(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each token's rows. Shapes (R, D) to (…, D)."""
+        num_tokens = self.shape[:-1].numel()
+        summed: torch.Tensor = _Add.apply(rows, self.tokens, num_tokens)  # type: ignore[no-untyped-call]
+        return summed.view(self.shape)
+
+
+class _Take(Function):
+    """Rows of given tokens; backward the sum of each token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.num_tokens = len(x)
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        [tokens] = ctx.saved_tensors
+        return _Add.apply(grads[0], tokens, ctx.num_tokens), None  # type: ignore[no-untyped-call]
+
+
+class _Add(Function):
+    """The sum of each token's rows, accumulated in fp32; backward the rows of given tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        wide = rows if rows.dtype == torch.float64 else rows.float()
+        summed = wide.new_zeros((num_tokens, rows.shape[-1]))
+        return summed.index_add_(0, tokens, wide).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        [tokens] = ctx.saved_tensors
+        return _Take.apply(grads[0], tokens), None, None  # type: ignore[no-untyped-call]
