@@ -419,7 +419,7 @@ def test_tensor_ranks_have_a_line(folder, capsys):
     for share, said in ((True, "a shard of every sequence"), (False, "whole sequences")):
         sets = (*tensor, f"parallel.sequence_parallel={str(share).lower()}")
         assert validate(*sets) == 0
-        assert json.loads(capsys.readouterr().out)["tensor"] == {"tp": 2, "sequence_parallel": share}
+        assert json.loads(capsys.readouterr().out)["tensor"] == {"tp": 2, "sequence_parallel": share, "experts": None}
         assert validate(*sets, extra=()) == 0
         assert f"  tensor   2 ranks share each layer; each has {said} between" in capsys.readouterr().out
     assert validate() == 0

@@ -1,10 +1,9 @@
 """Stacked experts of a mixture, each of them whole on one rank of a tensor group (expert parallelism).
 
-Every rank of the group has all tokens and the same routing, so nothing is dispatched: a rank picks the rows of its own experts, computes
-them, and the sum over the ranks brings all choices of a token together. That is one all-reduce forward and one backward, the same bytes as
-of sliced experts (`toolkit.tensor_parallel.experts`), for rows and matrix products that are fewer and wider. With sequence parallelism the
-block of the mixture gathers the sequence before its router, which is also what its shared experts read; an all-to-all of the tokens
-themselves would send top-k rows for each of them, which is more where top-k is at least the number of ranks.
+Every rank of the group has all tokens and the same routing, so that nothing is dispatched: a rank picks the rows of its own experts, computes
+them, and the sum over the ranks joins all choices of a token. That is an all-reduce forward and one backward, the same bytes as of sliced
+experts (`toolkit.tensor_parallel.experts`), for fewer rows and wider matrix products. With sequence parallelism the block of a mixture gathers
+the sequence before its router, which its shared experts read too (`toolkit.tensor_parallel.decoder`).
 
 N: tokens, K: choices of a token, R: rows of this rank, pairs of a token and one of its choices, D: width.
 
