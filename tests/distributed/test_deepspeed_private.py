@@ -71,6 +71,24 @@ def test_the_extension_of_shared_memory_is_left_out_by_its_name(monkeypatch: pyt
     assert "__compatible_ops__" in names(build_shm_op)
 
 
+def test_an_engine_leaves_weights_on_the_host_by_what_it_asks() -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    assert {"module", "to"} <= names(DeepSpeedEngine._configure_distributed_model)
+    assert "ds_optim_param" in names(DeepSpeedEngine._broadcast_model)
+    assert "available_memory" in names(DeepSpeedZeroOptimizer.__init__)
+    assert "update_lp_params" in vars(DeepSpeedZeroOptimizer)
+    model, accelerator = nn.Linear(2, 2), get_accelerator()
+    with private.left_on_host(model, model.parameters()):
+        assert model.to("meta") is model
+        assert model.weight.device.type == "cpu"
+        assert accelerator.available_memory() > 2**60
+        assert hasattr(model.weight, "ds_optim_param")
+    assert accelerator.available_memory() < 2**60
+    assert not hasattr(model.weight, "ds_optim_param")
+    assert model.to("meta").weight.is_meta
+
+
 def test_zero_3_calls_the_check_that_replaces_its_own_until_it_is_restored() -> None:
     own = [getattr(importlib.import_module(name), private.TRACE_CHECK) for name in private.TRACE_CHECK_USERS]
     assert len({*own}) == 1

@@ -109,6 +109,8 @@ def test_activations_on_the_cpu():
     for loss in ("chunked", "liger"):
         refused("INTEGRATION_LOSS", "train.loss", train={"loss": loss})
     refused("INTEGRATION_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
+    streamed = {"offload": "full-cpu", "offload_engine": "overlapped"}
+    refused("INTEGRATION_STREAMING", "parallel.offload_engine", parallel=streamed)
 
 
 def test_a_rate_that_the_script_sets_itself():

@@ -100,6 +100,19 @@ BROKEN = [
         "no optimizer state",
         {"parallel": {"offload_engine": "overlapped"}},
     ),
+    *(
+        ("OFFLOAD_ENGINE", "parallel.offload_engine", words, {**job, "parallel": {"offload": "full-cpu", "offload_engine": "overlapped", **job.get("parallel", {})}})
+        for words, job in (
+            ("ZeRO-3 partitions", {"parallel": {"zero_stage": 3}}),
+            ("tensor=2 shards", {"parallel": {"tensor": 2}}),
+            ("reads a stage's weights", {"parallel": {"pipeline": 2}}),
+            ("compiles layers", {"train": {"torch_compile": True}}),
+            ("precision=fp8", {"gpu": "h100-sxm-80gb", "train": {"precision": "fp8"}}),
+            ("method=qlora", {"train": {"method": "qlora"}}),
+            ("no kernel on the host", {"train": {"optimizer": "sgd"}}),
+        )
+    ),
+    ("OFFLOAD_STAGE", "parallel.offload", "at least 2", {"parallel": {"zero_stage": 1, "offload": "full-cpu", "offload_engine": "overlapped"}}),
     ("OFFLOAD_RATIO", "parallel.offload_ratio", "0.5", {"parallel": {"offload_ratio": 0.5}}),
     ("OFFLOAD_PARTIAL_ENGINE", "parallel.offload", "lion has no kernel", {"train": {"optimizer": "lion"}, "parallel": {"zero_stage": 2, "offload": "optimizer-cpu-partial"}}),
     ("OFFLOAD_PARTIAL_ENGINE", "parallel.offload", "the job asks for it", {"parallel": {"zero_stage": 1, "offload": "optimizer-cpu-partial", "offload_engine": "deepspeed"}}),
@@ -283,6 +296,7 @@ ELSEWHERE = {
     "ACCELERATE_FILE": "../deepspeed_spec/test_accelerate_config.py",
     "PLAN_UNREADABLE": "test_plan.py",
     "EMIT_UNWRITABLE": "test_plan.py",
+    "INTEGRATION_STREAMING": "test_trainer_config.py, test_accelerate_config.py",
     "INTEGRATION_ACTIVATIONS": "test_trainer_config.py, test_accelerate_config.py",
     "INTEGRATION_OFFLOAD": "test_trainer_config.py",
     "INTEGRATION_CHECKPOINTING": "test_trainer_config.py, test_accelerate_config.py",

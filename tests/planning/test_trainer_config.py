@@ -134,6 +134,8 @@ def test_what_trainer_cannot_carry():
     refused("INTEGRATION_CHECKPOINTING", "train.gradient_checkpointing", train=kept)
     refused("INTEGRATION_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
     refused("INTEGRATION_OFFLOAD", "parallel.offload", parallel={"offload": "optimizer-cpu-partial", "zero_stage": 2})
+    streamed = {"offload": "full-cpu", "offload_engine": "overlapped"}
+    refused("INTEGRATION_STREAMING", "parallel.offload_engine", parallel=streamed)
     refused("INTEGRATION_LOSS", "train.loss", train={"loss": "chunked"})
     refused("INTEGRATION_KERNELS", "train.kernels", train={"kernels": "liger"})
     grouped = {"train": "org/set", "packing": "none", "group_by_length": True}

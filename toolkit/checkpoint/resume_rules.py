@@ -132,8 +132,13 @@ def _same_strategy(now: Plan, then: Plan) -> bool:
 
 
 def _same_devices(now: Plan, then: Plan) -> bool:
-    places = [(plan.profile.optimizer, plan.profile.parameters, plan.twin_flow) for plan in (now, then)]
-    return places[0] == places[1]
+    return _places(now) == _places(then)
+
+
+def _places(plan: Plan) -> tuple[str | None, str | None, bool]:
+    """Return the devices of a profile whose files differ: streamed weights are saved as those of the card."""
+    profile = plan.profile
+    return profile.optimizer, None if profile.streams else profile.parameters, plan.twin_flow
 
 
 def _same_files(now: Plan, then: Plan) -> bool:

@@ -801,8 +801,9 @@ class Parallel(Section):
     offload_ratio: OpenFraction | None = None
     """Share of the optimizer state that the CPU steps under `optimizer-cpu-partial`; the card has the rest."""
     offload_engine: OffloadEngine | None = None
-    """Who steps the optimizer of `optimizer-cpu`. `overlapped`: the toolkit, while the card goes on; `deepspeed`: DeepSpeed, while
-    the card waits. By default the first wherever it can.
+    """Who steps the optimizer of `optimizer-cpu`, and of `full-cpu` also brings the layers' weights to the card. `overlapped`: the toolkit,
+    while the card goes on; `deepspeed`: DeepSpeed, while the card waits. By default the first for `optimizer-cpu` wherever it can, the
+    second for `full-cpu`.
     """
 
     @property

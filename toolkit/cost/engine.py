@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.speed import CardSpeed
 from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.engines.streaming import slot_bytes, streamed_layers
 from toolkit.memory.trace.events import Marker, MemoryTrace, ResolvedEvent
 from toolkit.planning.plan import Plan
 from toolkit.planning.state_bytes import MASTER_BYTES
@@ -60,6 +61,7 @@ class EngineTime:
         stages: Seconds of the card and of the host for each part of the step after which the host waits for the card: the search
             for overflow, the norm, and the rest; those of the card are among `step`.
         overlapped: Seconds of the optimizer's step on the host beside the next forward pass, which waits for the rest of them.
+        streamed: Seconds in which the weights of layers go to the card beside the passes, which wait for the rest of them.
     """
 
     step: dict[str, float] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class EngineTime:
     host_seconds: float = 0.0
     stages: tuple[tuple[float, float], ...] = ()
     overlapped: float = 0.0
+    streamed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,12 +216,20 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
     if trace.host_copies:
         moved = 2.0 * accumulation * sum(trace.host_copies)
         _add(beside, "offload", 0.5 * moved / speed.pcie_both_bytes_per_second)
+    streamed = 0.0
+    if settings.streamed is not None:
+        sizes = streamed_layers(trace.parameters, trained=settings.streamed == "all").values()
+        again = max(
+            0, sum(sizes) - slot_bytes(sizes)
+        )  # the last layers of the forward pass are there when it turns round
+        streamed = accumulation * (sum(sizes) + again) / speed.pcie_bytes_per_second
     return EngineTime(
         step=step,
         beside=beside,
         host_seconds=host,
         stages=stages,
         overlapped=overlapped,
+        streamed=streamed,
     )
 
 

@@ -235,6 +235,7 @@ def _single(plan: Plan, rank: _RankTime, speed: CardSpeed) -> tuple[dict[str, fl
     )
     passes = _blend(card, host)
     _add(parts, rank.engine.step)
+    _add(parts, {"layers on their way": max(0.0, rank.engine.streamed - passes)})
     _add(parts, {"optimizer on the host": max(0.0, rank.engine.overlapped - rank.forward.card_seconds)})
     waits = step_waits(rank.engine.stages, speed, lag=max(0.0, card - host))
     _add(parts, {"waiting for the host": passes - card + waits})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -373,6 +374,36 @@ def shorten_step(optimizer: Any) -> None:
             optimizer.check_overflow = lambda partition_gradients=True: None
 
 
+@contextmanager
+def left_on_host(model: nn.Module, weights: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Have an engine of ZeRO-1 or 2 that is made in the block leave weights in host memory, where they are.
+
+    It would move the model to its card, send all weights to other ranks through the card, and flatten trained ones on the host for
+    as long as that takes, but only if the card has too little memory; flattened where they are, they stay there.
+
+    Args:
+        model: The model; its weights outside `weights` are on the card.
+        weights: Those on the host, equal on all ranks.
+
+    Source:
+        runtime/engine.py _configure_distributed_model, _broadcast_model; runtime/zero/stage_1_and_2.py __init__
+        (flatten_on_accelerator); accelerator/abstract_accelerator.py available_memory.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator, held = get_accelerator(), list(weights)
+    for weight in held:
+        weight.ds_optim_param = True  # type: ignore[attr-defined]
+    vars(model)["to"] = lambda *_: model
+    vars(accelerator)["available_memory"] = lambda *_: sys.maxsize
+    try:
+        yield
+    finally:
+        del vars(accelerator)["available_memory"], vars(model)["to"]
+        for weight in held:
+            del weight.ds_optim_param  # type: ignore[attr-defined]
+
+
 class OffloadedPartitions:
     """What the optimizer of ZeRO-1 or 2 holds of a rank's weights, and its gradients, for a step on the host that is not DeepSpeed's.
 
@@ -380,7 +411,8 @@ class OffloadedPartitions:
         optimizer: Wrapper of stage 1 or 2 with `offload_optimizer`.
 
     Attributes:
-        flats: Weights of each parameter group, one after the other and padded, on the card. Shape (ranks * partition,).
+        flats: Weights of each parameter group, one after the other and padded, on the card, or on the host under `left_on_host`.
+            Shape (ranks * partition,).
         masters: This rank's fp32 weights of each group, on the host. Shape (partition,).
         optimizer: The optimizer inside the wrapper.
         dp_group: Ranks that share each group.
@@ -420,6 +452,20 @@ class OffloadedPartitions:
         wrapper.param_buffer_of_bit16_for_cpu_offload_groups = []
         wrapper.temp_grad_buffer_for_cpu_offload = wrapper.temp_grad_buffer_for_gpu_offload = None
 
+    def gather_by(self, group: dist.ProcessGroup) -> None:
+        """Gather weights that a load has restored by a group for host memory, in which the flat tensors are (update_lp_params)."""
+        wrapper = self._wrapper
+
+        @torch.no_grad()
+        def gather() -> None:
+            own = dist.get_rank(group)
+            for parts, master in zip(wrapper.parallel_partitioned_bit16_groups, self.masters, strict=True):
+                parts[own].copy_(master)
+                for rank, part in enumerate(parts):
+                    dist.broadcast(part, group_src=rank, group=group)
+
+        wrapper.update_lp_params = gather
+
     def take_over(self, *, take: Callable[..., None], step: Callable[[], None]) -> None:
         """Send each reduced gradient to `take`, and have `step` do the optimizer's steps.
 
@@ -439,11 +485,12 @@ class OffloadedPartitions:
         wrapper.copy_grads_in_partition = send
         wrapper.step = lambda closure=None: step()
 
-    def combined_norm(self, norms: list[tuple[nn.Parameter, Tensor]]) -> float:
+    def combined_norm(self, norms: list[tuple[nn.Parameter, Tensor]], *, device: torch.device) -> float:
         """Return the norm of all ranks' gradients; of a weight that several model-parallel ranks have whole one counts it.
 
         Args:
             norms: Weights and the norms of this rank's parts of their gradients, scalars on the card.
+            device: The card.
 
         Collectives:
             One all-reduce of a number over the data-parallel ranks, one over the model-parallel ones.
@@ -455,7 +502,6 @@ class OffloadedPartitions:
             norm if wrapper.model_parallel_rank == 0 or is_model_parallel_parameter(weight) else 0 * norm
             for weight, norm in norms
         ]
-        device = self.flats[0].device
         square = torch.stack(counted).double().square().sum() if counted else torch.zeros((), device=device).double()
         square = square.to(torch.float32)
         dist.all_reduce(square, group=self.dp_group)

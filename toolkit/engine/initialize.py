@@ -6,11 +6,13 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from toolkit.arguments import checks_arguments
@@ -18,6 +20,7 @@ from toolkit.catalog.pretrained import weight_problems
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
 from toolkit.distributed.deepspeed_private import (
     OffloadedPartitions,
+    left_on_host,
     reset_mpu,
     restore_patches,
     shorten_step,
@@ -36,6 +39,7 @@ from toolkit.errors import PlanError, first_line, raise_all
 from toolkit.launch.build_tools import build_settings, built_with
 from toolkit.modeling.build import build_model, no_weight
 from toolkit.offload.overlapped import OverlappedOffload
+from toolkit.offload.streamed_layers import StreamedLayers, streamable
 from toolkit.planning.deepspeed_config import engine_config
 from toolkit.planning.plan import Plan
 from toolkit.tensor_parallel.guard import guard_engine
@@ -87,7 +91,8 @@ def initialize(
             folder = locate_weights(plan)
         schedule = LazyLRScheduler(plan)
         with built_with(settings):
-            model = build_model(plan, device=world.device, weights=folder, world=world, on_progress=on_progress)
+            device = torch.device("cpu") if plan.profile.streams else world.device
+            model = build_model(plan, device=device, weights=folder, world=world, on_progress=on_progress)
             engine = start_engine(plan, model, schedule, world=world)
         # After the model is built: dropout must not depend on whether its weights are initialized or loaded.
         seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp, pp_rank=world.coordinate.pp)
@@ -121,15 +126,17 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
         reset_mpu()
     overlaps = plan.offload_engine == "overlapped"
     own = plan.job.train.in_8_bits or overlaps
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=made_here(plan, groups, model) if own else None,
-        model_parameters=groups,
-        lr_scheduler=schedule.build,
-        config=engine_config(plan),
-        mpu=None if alone else ModelParallelUnit(world),
-        dist_init_required=False,
-    )
+    streamed = streamable(model, trained=plan.job.train.method == "full") if plan.profile.streams else []
+    with place_for_streaming(model, streamed, device=world.device) if plan.profile.streams else nullcontext():
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=made_here(plan, groups, model) if own else None,
+            model_parameters=groups,
+            lr_scheduler=schedule.build,
+            config=engine_config(plan),
+            mpu=None if alone else ModelParallelUnit(world),
+            dist_init_required=False,
+        )
     if not alone:
         guard_engine(engine, model)
     if plan.optimizer_wrapper == "16-bit":
@@ -146,8 +153,28 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
             device=world.device,
             node_size=min(world.size, plan.job.cluster.gpus_per_node),
             share=plan.settings.offload_ratio,
+            streamed=StreamedLayers(model, streamed, device=world.device) if plan.profile.streams else None,
         )
     return engine
+
+
+def place_for_streaming(
+    model: nn.Module, streamed: Sequence[nn.Parameter], *, device: torch.device
+) -> AbstractContextManager[None]:
+    """Move what is not streamed of a model in host memory to the card, and return the block in which its engine leaves the rest there.
+
+    If trained weights are streamed, all of them stay: the optimizer's flat weights are in host memory.
+    """
+    trains = any(weight.requires_grad for weight in streamed)
+    kept = {weight for weight in model.parameters() if trains and weight.requires_grad} | set(streamed)
+    for module in model.modules():
+        for weight in module._parameters.values():
+            if weight is not None and weight not in kept:
+                weight.data = weight.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return left_on_host(model, kept)
 
 
 def parameter_groups(

@@ -189,7 +189,7 @@ def build_model(
         experts=options.experts,
         trust_remote_code=options.trust_remote_code,
     )
-    dp_group = None if world is None else world.dp_group
+    dp_group = None if world is None else _group_for(device, world)
     if plan.job.parallel.strategy == "fsdp2" and world is not None:
         return _build_sharded(
             config,
@@ -229,6 +229,15 @@ def build_model(
     if world is not None and world.grid.size("model") > 1:
         _mark(plan, adapted, world=world)
     return adapted  # type: ignore[no-any-return]
+
+
+def _group_for(device: torch.device, world: World) -> dist.ProcessGroup:
+    """Return the data-parallel group, or one of the same ranks that sends weights in host memory where a card's cannot."""
+    if device == world.device or world.grid.dp == 1:
+        return world.dp_group
+    ranks = dist.get_process_group_ranks(world.dp_group)
+    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return group
 
 
 def _ties_early(plan: Plan, config: PreTrainedConfig) -> bool:

@@ -34,16 +34,23 @@ def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     whole = torch.zeros(numel + spare, dtype=dtype)
     shift = (-whole.data_ptr() % _CACHE_LINE) // itemsize
     memory = whole.narrow(0, shift, numel)
-    if device.type == "cuda" and numel:
-        result = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), numel * itemsize, 0))  # type: ignore[no-untyped-call]
-        if result:
-            logger.warning(
-                "%.1f GiB of host memory cannot be page-locked (CUDA error %d): the copies of gradients and weights wait for the "
-                "card, and take about twice as long. Raise `ulimit -l` or the container's limit of locked memory",
-                numel * itemsize / 2**30,
-                result,
-            )
+    lock(memory, device)
     return memory
+
+
+def lock(memory: Tensor, device: torch.device) -> None:
+    """Page-lock host memory where it is, for a CUDA card; where the machine refuses, leave it and warn, as `page_locked` does."""
+    if device.type != "cuda" or not memory.numel():
+        return
+    size = memory.numel() * memory.element_size()
+    result = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
+    if result:
+        logger.warning(
+            "%.1f GiB of host memory cannot be page-locked (CUDA error %d): the copies of gradients and weights wait for the "
+            "card, and take about twice as long. Raise `ulimit -l` or the container's limit of locked memory",
+            size / 2**30,
+            result,
+        )
 
 
 def unlock(memory: Tensor, device: torch.device) -> None:

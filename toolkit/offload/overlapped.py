@@ -9,6 +9,9 @@ checkpoints are those of `offload_optimizer`, and so are its reductions.
 
 A share of the state may be on the card, for less of a wait: that of the first elements of each partition, which the next forward pass reads
 first, so that they are there at once and the host has until it reaches the others. The host's copy of it is renewed before a save.
+
+With `StreamedLayers` the flat weights may be in host memory too. The thread then steps into them, and the card's copies of layers are made
+from there as they are needed; those of all other weights are made once, and filled again after each step.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from torch import Tensor, nn
 from toolkit.distributed.deepspeed_private import OffloadedPartitions
 from toolkit.introspect import decoder_layers
 from toolkit.offload.host_adamw import StepFactors, accumulate, factors_of, step, step_by_torch
-from toolkit.offload.host_memory import page_locked, unlock
+from toolkit.offload.host_memory import lock, page_locked, unlock
+from toolkit.offload.streamed_layers import StreamedLayers
 from toolkit.planning.offload import PIECE
 
 
@@ -45,6 +49,7 @@ class _Piece:
         start: First element, in the whole flat group.
         numel: Number of elements.
         unit: Part of the model that needs it: 0 before the layers, their number from 1 on, and after them.
+        card: The card's memory of these weights; None for those of layers that are streamed.
         by_card: Whether the card steps it, which has its state.
         stepped: Set once the host has stepped it and its copy to the card is queued, or the card's step is.
         returned: CUDA event of that copy, or step.
@@ -56,6 +61,7 @@ class _Piece:
     start: int
     numel: int
     unit: int
+    card: Tensor | None
     by_card: bool
     stepped: threading.Event = field(default_factory=threading.Event)
     returned: Any = None
@@ -99,6 +105,34 @@ class _CardState:
             self.state = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Elsewhere:
+    """A run of trained weights outside of streamed layers, which the card has for as long as the run lasts.
+
+    Args:
+        host: Their part of the flat weights in host memory.
+        card: The same on the card.
+        weights: The weights.
+        places: First element of each.
+    """
+
+    host: Tensor
+    card: Tensor
+    weights: tuple[nn.Parameter, ...]
+    places: tuple[int, ...]
+
+    def use_host(self) -> None:
+        self._use(self.host)
+
+    def use_card(self) -> None:
+        self.card.copy_(self.host, non_blocking=True)
+        self._use(self.card)
+
+    def _use(self, memory: Tensor) -> None:
+        for weight, place in zip(self.weights, self.places, strict=True):
+            weight.data = memory.narrow(0, place, weight.numel()).view(weight.shape)
+
+
 class OverlappedOffload:
     """Takes over the gradients and the step of DeepSpeed's optimizer of stage 1 or 2 whose state is in host memory.
 
@@ -106,9 +140,10 @@ class OverlappedOffload:
         partitions: DeepSpeed's optimizer.
         model: The model that it trains, with its decoder layers.
         accumulates: Whether several micro-batches of a step are added up on the host, which stage 2 does.
-        device: Device of the weights.
+        device: Device that computes.
         node_size: Ranks that share this machine.
         share: Share of each partition's state that is on the host; the card steps the first elements of the partition.
+        streamed: Layers whose weights are in host memory; if some of them are trained, so are the flat weights, and all of the state.
     """
 
     def __init__(
@@ -120,14 +155,18 @@ class OverlappedOffload:
         device: torch.device,
         node_size: int,
         share: float = 1.0,
+        streamed: StreamedLayers | None = None,
     ) -> None:
-        self._of = partitions
+        self._of, self._streamed = partitions, streamed
+        self._in_host = streamed is not None and streamed.trains
         self._device, self._on_card = device, device.type != "cpu"
         self._threads = threads_of_rank(node_size)
         self._size, self._rank = dist.get_world_size(partitions.dp_group), dist.get_rank(partitions.dp_group)
         # Of its own: the thread's broadcasts may come between any collectives of the training thread.
         ranks = dist.get_process_group_ranks(partitions.dp_group)
-        self._group = dist.new_group(ranks, use_local_synchronization=True) if self._size > 1 else None
+        backend = "gloo" if self._in_host else None  # else that of the card
+        several = self._size > 1
+        self._group = dist.new_group(ranks, backend=backend, use_local_synchronization=True) if several else None
         self._up = torch.cuda.Stream(device) if self._on_card else None  # type: ignore[no-untyped-call]
         sizes = [flat.numel() // self._size for flat in partitions.flats]
         self._kept = [round((1 - share) * size) for size in sizes]  # elements of each partition that the card steps
@@ -135,9 +174,7 @@ class OverlappedOffload:
         self._of_card = [_CardState(kept, dtype, device) for kept in self._kept]
         left = [size - kept for size, kept in zip(sizes, self._kept, strict=True)]
         self._gradients = [page_locked(numel, partitions.gradient_dtype, device) for numel in left]
-        self._weights = [
-            page_locked(numel, flat.dtype, device) for numel, flat in zip(left, partitions.flats, strict=True)
-        ]
+        self._weights = [self._host_weights(number, numel) for number, numel in enumerate(left)]
         self._sums = [torch.zeros(numel) for numel in left] if accumulates else None
         partitions.release_buffers()
         self._norms: list[tuple[nn.Parameter, Tensor]] = []
@@ -146,6 +183,7 @@ class OverlappedOffload:
         self._summed: list[tuple[nn.Parameter, Tensor]] = []  # weights and the sums of their gradients on the card
         self._asked: dict[nn.Parameter, int] = {}  # number of each weight's last addition to its sum
         self._num_asked = self._num_added = 0
+        self._elsewhere: list[_Elsewhere] = []
         self._pieces = sorted(self._cut(model), key=lambda piece: (piece.unit, piece.group, piece.start))
         for piece in self._pieces:
             piece.stepped.set()
@@ -156,23 +194,30 @@ class OverlappedOffload:
         self._thread = threading.Thread(target=self._work, name="toolkit-host-step", daemon=True)
         self._thread.start()
         self._removers = list(self._attach(model))
+        if self._in_host and self._group is not None:
+            partitions.gather_by(self._group)
         partitions.take_over(take=self._take, step=self._step)
 
     # ---------------------------------------------------------------------------------------------------------- layout
+    def _host_weights(self, group: int, numel: int) -> Tensor:
+        """Return the host memory into which this rank steps the last elements of its partition of a group."""
+        flat = self._of.flats[group]
+        if not self._in_host:
+            return page_locked(numel, flat.dtype, self._device)
+        lock(flat, self._device)
+        return flat.narrow(0, (self._rank + 1) * self._partition(group) - numel, numel)
+
     def _cut(self, model: nn.Module) -> Iterator[_Piece]:
         """Yield the pieces of all ranks: runs of parameters of one unit, cut at partitions and at `PIECE`."""
         unit_of = _units(model)
         for number, flat in enumerate(self._of.flats):
             partition = flat.numel() // self._size
-            bounds = [(offset, unit_of[weight]) for weight, offset in self._of.offsets(number)]
-            bounds.append((flat.numel(), -1))
-            runs: list[tuple[int, int, int]] = []
-            for (start, unit), (end, _) in itertools.pairwise(bounds):
-                if runs and runs[-1][2] == unit:
-                    runs[-1] = (runs[-1][0], end, unit)
-                else:
-                    runs.append((start, end, unit))
-            for start, end, unit in runs:
+            kinds = [
+                (offset, (unit_of[weight], self._in_host and weight in (self._streamed or ())))
+                for weight, offset in self._of.offsets(number)
+            ]
+            for first, end, (unit, is_streamed) in _joined([*kinds, (flat.numel(), None)]):
+                card, start = None if is_streamed else self._card_run(number, first, end), first
                 while start < end:
                     owner = start // partition
                     border = owner * partition + self._kept[number]
@@ -184,10 +229,28 @@ class OverlappedOffload:
                         start=start,
                         numel=stop - start,
                         unit=unit,
+                        card=None if card is None else card.narrow(0, start - first, stop - start),
                         by_card=by_card,
                         returned=self._event(),
                     )
                     start = stop
+
+    def _card_run(self, group: int, start: int, end: int) -> Tensor:
+        """Return the card's memory of a run of weights, made now if the flat weights are on the host."""
+        host = self._of.flats[group].narrow(0, start, end - start)
+        if not self._in_host:
+            return host
+        card = torch.empty_like(host, device=self._device)
+        weights = [(weight, offset) for weight, offset in self._of.offsets(group) if start <= offset < end]
+        self._elsewhere.append(
+            _Elsewhere(
+                host=host,
+                card=card,
+                weights=tuple(weight for weight, _ in weights),
+                places=tuple(offset - start for _, offset in weights),
+            )
+        )
+        return card
 
     def _attach(self, model: nn.Module) -> Iterator[Callable[[], None]]:
         """Make the model wait for its weights: before its first module, before each layer, and after the last one."""
@@ -195,12 +258,15 @@ class OverlappedOffload:
         last = len(layers) + 1
 
         def first(module: nn.Module, given: Any) -> None:
+            self._enter()
             self.wait(0 if layers else last)
 
         def rest(module: nn.Module, given: Any, output: Any) -> None:
             self.wait(last)
 
         yield model.register_forward_pre_hook(first).remove
+        if self._in_host and self._streamed is not None:
+            self._streamed.ready = self.wait
         for number, layer in enumerate(layers, start=1):
             yield _before(layer, lambda number=number: self.wait(number))  # type: ignore[misc]
         if layers:
@@ -265,8 +331,10 @@ class OverlappedOffload:
     def _step(self) -> None:
         """Find the norm, and have the host step all pieces of this rank unless it is not finite where that counts."""
         self._wait_for_weights()
+        if self._streamed is not None:
+            self._streamed.end_passes()
         self._wait_for(lambda: self._num_added == self._num_asked)
-        norm = self._of.combined_norm(self._local_norms())
+        norm = self._of.combined_norm(self._local_norms(), device=self._device)
         factor = self._of.begin_step(norm)
         if factor is None:  # an overflow of fp16: nothing is stepped
             self._forget()
@@ -283,6 +351,9 @@ class OverlappedOffload:
         for piece in self._pieces:
             piece.stepped.clear()
         self._synced = 0
+        if self._in_host and self._streamed is not None:
+            self._streamed.forget()
+            self._streamed.join()
         arrived = self._event()
         if arrived is not None:
             arrived.record()  # DeepSpeed's backward pass has ended by waiting for the stream of the copies
@@ -345,16 +416,26 @@ class OverlappedOffload:
         left = (self._held[piece.group], self._weights[piece.group])
         gradients, weights = (one.narrow(0, place - self._kept[piece.group], piece.numel) for one in left)
         step(master, (first, second), gradients, weights, factors, threads=self._threads)
-        with nullcontext() if self._up is None else torch.cuda.stream(self._up):
-            self._of.flats[piece.group].narrow(0, piece.start, piece.numel).copy_(weights, non_blocking=True)
-            if piece.returned is not None:
-                piece.returned.record(self._up)
+        if self._group is None or not self._in_host:
+            self._to_card(piece, weights)
         if self._group is None:
             piece.stepped.set()
 
+    def _to_card(self, piece: _Piece, weights: Tensor) -> None:
+        with nullcontext() if self._up is None else torch.cuda.stream(self._up):
+            if piece.card is not None:
+                piece.card.copy_(weights, non_blocking=True)
+            if piece.returned is not None:
+                piece.returned.record(self._up)
+
     def _send(self, piece: _Piece) -> None:
-        """Start the broadcast of a piece from its owner; all ranks start them in one order."""
+        """Start the broadcast of a piece from its owner, or in host memory do it; all ranks start them in one order."""
         flat = self._of.flats[piece.group].narrow(0, piece.start, piece.numel)
+        if self._in_host:
+            dist.broadcast(flat, group_src=piece.owner, group=self._group)
+            self._to_card(piece, flat)
+            piece.stepped.set()
+            return
         with nullcontext() if self._up is None else torch.cuda.stream(self._up):
             if self._up is not None and piece.by_card and piece.owner == self._rank:
                 self._up.wait_event(piece.returned)
@@ -398,12 +479,28 @@ class OverlappedOffload:
             self._synced += 1
 
     def finish(self) -> None:
-        """Wait for all weights, and renew the host's copy of the card's state, before anything but a forward pass reads or changes them."""
+        """Wait for all weights, and renew the host's copy of the card's state, before anything but a forward pass reads or changes them.
+
+        Streamed weights are then those of the host; between a forward pass and its backward pass they stay as they are.
+        """
         self._wait_for_weights()
+        if self._streamed is not None and not self._streamed.at_rest and not self._streamed.in_pass:
+            self._streamed.rest()
+            for run in self._elsewhere:
+                run.use_host()
         for group, of_card in enumerate(self._of_card):
             if of_card.state is not None:
                 weight = self._of.masters[group]
                 of_card.put_back((weight.data, *self._of.optimizer.moments(weight)))
+
+    def _enter(self) -> None:
+        """Let weights be those of the card before a pass, filled anew where the host's may have changed since the last one."""
+        if self._streamed is None:
+            return
+        if self._streamed.at_rest:
+            for run in self._elsewhere:
+                run.use_card()
+        self._streamed.enter()
 
     def _wait_for_weights(self) -> None:
         if self._synced < len(self._pieces):
@@ -417,7 +514,11 @@ class OverlappedOffload:
             remove()
         self._jobs.put(None)
         self._thread.join()
-        for memory in (*self._gradients, *self._weights):
+        if self._streamed is not None:
+            self._streamed.close()
+            for run in self._elsewhere:
+                run.use_host()
+        for memory in (*self._gradients, *(self._of.flats if self._in_host else self._weights)):
             unlock(memory, self._device)
         # After a failure other ranks may never send what this one waits for, and destroying the group would abort the process.
         if self._group is not None and self._failure is None and self._synced == len(self._pieces):
@@ -432,6 +533,17 @@ class OverlappedOffload:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _joined(bounds: list[tuple[int, Any]]) -> list[tuple[int, int, Any]]:
+    """Return runs of neighbours of one kind, as first and last place and kind, from the place and the kind of each."""
+    runs: list[tuple[int, int, Any]] = []
+    for (start, kind), (end, _) in itertools.pairwise(bounds):
+        if runs and runs[-1][2] == kind:
+            runs[-1] = (runs[-1][0], end, kind)
+        else:
+            runs.append((start, end, kind))
+    return runs
 
 
 def threads_of_rank(node_size: int) -> int:

@@ -7,12 +7,12 @@ _create_fp32_partitions), runtime/swap_tensor; arXiv 2101.06840 (ZeRO-Offload), 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.arguments import checks_arguments
-from toolkit.config.job import Offload
+from toolkit.config.job import Offload, Parallel
 from toolkit.errors import Problem, SpecError, raise_all
 
 Device = Literal["cpu", "nvme"] | None
@@ -40,6 +40,7 @@ class OffloadProfile:
         partial: Whether only the share `parallel.offload_ratio` of the optimizer state is offloaded.
         min_zero_stage: Lowest ZeRO stage that has the partitions to offload.
         deepspeed_from: Lowest ZeRO stage in which DeepSpeed has the profile; the toolkit steps by itself below.
+        streams: Whether the toolkit brings the parameters to the card, and not ZeRO-3.
         explanation: Gain and cost, for the user.
     """
 
@@ -50,6 +51,7 @@ class OffloadProfile:
     partial: bool = False
     min_zero_stage: int = 0
     deepspeed_from: int = 0
+    streams: bool = False
     explanation: str
 
     @property
@@ -121,6 +123,28 @@ PROFILES: dict[str, OffloadProfile] = {
         ),
     )
 }
+
+
+# Layers whose weights the card holds at a time where the toolkit streams them: the one that computes, the one that is copied meanwhile,
+# and the one before, whose kernels may not have ended.
+STREAMED_LAYERS = 3
+
+# `full-cpu` with `offload_engine: overlapped`.
+STREAMED = replace(
+    PROFILES["full-cpu"],
+    min_zero_stage=2,
+    streams=True,
+    explanation=(
+        f"the weights of decoder layers and the optimizer's state are in host memory; the card holds {STREAMED_LAYERS} layers' weights "
+        "at a time, which are copied ahead of need, and everything else of the model"
+    ),
+)
+
+
+def profile_of(parallel: Parallel) -> OffloadProfile:
+    """Return the offload profile that a job's section `parallel` names."""
+    streams = parallel.offload == "full-cpu" and parallel.offload_engine == "overlapped"
+    return STREAMED if streams else PROFILES[parallel.offload]
 
 
 def parameter_buffer_size(*, largest_parameter: int, num_parameters: int | None, dp_size: int) -> int:
@@ -232,7 +256,7 @@ def offload_keys(
         if profile.optimizer == "nvme":
             optimizer |= {"nvme_path": nvme_path, "buffer_count": OPTIMIZER_BUFFERS}
         section["offload_optimizer"] = optimizer
-    if profile.parameters:
+    if profile.parameters and not profile.streams:
         parameters: dict[str, Any] = {"device": profile.parameters, "pin_memory": pin_memory}
         if profile.parameters == "nvme":
             parameters |= {"nvme_path": nvme_path, "buffer_count": PARAMETER_BUFFERS, "buffer_size": swap_buffer_size}

@@ -97,14 +97,28 @@ def offloaded_bytes(draft: UncheckedPlan) -> float | None:
         return shards * options.dp_replicate_size / draft.job.cluster.nodes
     if draft.profile.optimizer != "cpu" or trainable is None:
         return None
+    if draft.offload_engine == "overlapped":
+        return _overlapped_bytes(draft, trainable)
     buffers = 1 + (draft.settings.batch.accumulation > 1 or draft.profile.parameters is not None)
-    share = draft.settings.offload_ratio
-    # Beside an overlapped step the host also has the state that the card steps, for checkpoints.
-    state = STATE_BYTES["adamw"] * (1.0 if draft.offload_engine == "overlapped" else share)
-    moved = (state + (GRADIENT_BYTES + 2 * buffers) * share) * trainable
+    moved = (STATE_BYTES["adamw"] + GRADIENT_BYTES + 2 * buffers) * draft.settings.offload_ratio * trainable
     if draft.profile.parameters == "cpu":  # frozen parameters move as well, in training precision
         moved += draft.settings.itemsize * max(0, (draft.model.num_parameters or trainable) - trainable)
     return moved / draft.job.cluster.nodes
+
+
+def _overlapped_bytes(draft: UncheckedPlan, trainable: int) -> float:
+    """Return a node's bytes where the toolkit steps on the host: master weights, moments, gradients and weights of 16 bits, and sums.
+
+    The host also has the state that the card steps, for checkpoints. Streamed weights are whole for each rank of the node.
+    """
+    settings, nodes = draft.settings, draft.job.cluster.nodes
+    sums = GRADIENT_BYTES if settings.zero_stage == 2 and settings.batch.accumulation > 1 else 0
+    passed = settings.itemsize + sums + (0 if draft.profile.streams else settings.itemsize)
+    shared = (STATE_BYTES["adamw"] + passed * settings.offload_ratio) * trainable / nodes
+    if not draft.profile.streams:
+        return shared
+    whole = draft.model.num_parameters or trainable
+    return shared + settings.itemsize * whole * draft.job.cluster.num_ranks / nodes
 
 
 def swapped_bytes(draft: UncheckedPlan) -> int | None:

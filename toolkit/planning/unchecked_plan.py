@@ -10,7 +10,7 @@ from toolkit.catalog.models import ModelSpec
 from toolkit.catalog.parameters import WHOLE, BackwardShares, count_lora_parameters, count_parameters
 from toolkit.config.job import TORCH_ADAMW, Dtype, Job, OffloadEngine
 from toolkit.deepspeed_spec.wrapper import Wrapper, optimizer_wrapper
-from toolkit.planning.offload import PROFILES, OffloadProfile
+from toolkit.planning.offload import OffloadProfile, profile_of
 from toolkit.planning.settings import Settings
 
 
@@ -33,7 +33,7 @@ class UncheckedPlan:
     @property
     def profile(self) -> OffloadProfile:
         """The offload profile that the job names."""
-        return PROFILES[self.job.parallel.offload]
+        return profile_of(self.job.parallel)
 
     @property
     def on_cpu(self) -> bool:
@@ -49,8 +49,9 @@ class UncheckedPlan:
 
     def _engine_of_offload(self) -> Iterator[str]:
         if self.offload_engine == "overlapped":
-            yield "offload_engine=overlapped: the step runs beside the passes of the card"
-        elif self.profile.optimizer == "cpu" and self.profile.parameters is None and not self.twin_flow:
+            streams = ", and the toolkit brings it the layers" if self.profile.streams else ""
+            yield f"offload_engine=overlapped: the step runs beside the passes of the card{streams}"
+        elif self.profile.optimizer == "cpu" and not self.twin_flow:
             why = f": {self.against_overlap}" if self.against_overlap else ""
             yield f"offload_engine=deepspeed: the card waits for the step{why}"
 
@@ -84,8 +85,12 @@ class UncheckedPlan:
         parallel, train = self.job.parallel, self.job.train
         written = self.job.deepspeed or {}
         zero = written.get("zero_optimization") or {}
-        if self.profile.optimizer != "cpu" or self.profile.parameters is not None:
+        if self.profile.name == "full-cpu" and not self.profile.streams:
+            return "layers that the toolkit streams have not been measured on a card yet, so offload_engine=overlapped has to be asked for"
+        if self.profile.optimizer != "cpu":
             return f"offload={self.profile.name} is DeepSpeed's alone"
+        if self.profile.streams and (why := self._against_streaming()) is not None:
+            return why
         if self.settings.zero_stage not in (1, 2):
             return f"ZeRO-{self.settings.zero_stage} partitions the weights, which it would have to gather first"
         if parallel.pipeline > 1:
@@ -94,6 +99,23 @@ class UncheckedPlan:
             return f"optimizer={train.optimizer} has no kernel on the host but DeepSpeed's"
         if "optimizer" in written or "offload_optimizer" in zero:
             return "the job's deepspeed section has options of DeepSpeed's own step"
+        return None
+
+    def _against_streaming(self) -> str | None:
+        """Return why the weights of layers cannot be streamed from host memory by the toolkit, as a clause; None if they can."""
+        parallel, train = self.job.parallel, self.job.train
+        if self.settings.zero_stage == 1:
+            return "ZeRO-1 keeps the gradients of a step on the card"
+        if parallel.tensor > 1:
+            return f"tensor={parallel.tensor} shards the layers over cards, whose parts are not streamed"
+        if parallel.context > 1:
+            return f"context={parallel.context} shares rows among ranks, which has not been shown with streamed layers"
+        if train.method == "qlora":
+            return "method=qlora packs weights with scales of their own, which bitsandbytes keeps on the card"
+        if train.torch_compile:
+            return "torch_compile=true compiles layers for weights that stay where they are"
+        if self.settings.precision == "fp8":
+            return "precision=fp8 casts each layer's weights anew, which streaming has not been shown to do"
         return None
 
     @property

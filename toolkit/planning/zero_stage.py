@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
 from toolkit.config.job import Job, Precision
-from toolkit.planning.offload import PROFILES
+from toolkit.planning.offload import profile_of
 from toolkit.planning.state_bytes import card_bytes, step_bytes
 from toolkit.units import format_bytes
 
@@ -29,9 +29,10 @@ def default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) ->
         return stages[job.parallel.strategy]
     if job.train.method == "qlora":
         return 2, "packed 4-bit weights cannot be partitioned"
-    profile = PROFILES[job.parallel.offload]
-    needed = max(profile.min_zero_stage, profile.deepspeed_from)
-    if needed == 3:
+    profile = profile_of(job.parallel)
+    if profile.streams:
+        return 2, "whole layers are streamed from host memory, and stage 2 has their gradients leave as they come"
+    if max(profile.min_zero_stage, profile.deepspeed_from) == 3:
         return 3, f"the offload profile {job.parallel.offload} needs its partitioned parameters"
     if job.parallel.pipeline > 1:
         return _default_stage_of_pipeline(job, model, gpu, precision)
@@ -59,7 +60,7 @@ def _default_stage_of_one_rank(job: Job, model: ModelSpec, gpu: Gpu, precision: 
         return 2, "with a single rank stage 3 would save nothing: there is no rank to shard frozen weights with"
     if gpu.memory_bytes is None:
         return 2, "on CPU memory is shared, and a single rank has nothing to shard"
-    if precision == "fp32" and PROFILES[job.parallel.offload].min_zero_stage == 0 and job.parallel.tensor == 1:
+    if precision == "fp32" and profile_of(job.parallel).min_zero_stage == 0 and job.parallel.tensor == 1:
         return 0, "with a single rank there is nothing to shard, and in fp32 higher stages would hold each weight twice"
     if model.num_parameters is None:
         return 3, "the parameter count of this architecture is unknown, and stage 3 needs the least memory"

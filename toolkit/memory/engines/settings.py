@@ -92,6 +92,8 @@ class EngineSettings:
             DeepSpeed alone does not (deepspeed_private.py shorten_step).
         overlapped: Whether the toolkit steps an optimizer on the host beside the card (toolkit/offload/overlapped.py).
         kept_share: Share of the state that the card has and steps then.
+        streamed: Weights of decoder layers that it brings from the host (toolkit/offload/streamed_layers.py): all, or frozen ones; None
+            where all are on the card.
     """
 
     zero_stage: int
@@ -127,6 +129,7 @@ class EngineSettings:
     short_step: bool = False
     overlapped: bool = False
     kept_share: float = 0.0
+    streamed: Literal["all", "frozen"] | None = None
 
     @property
     def state_bytes(self) -> float:
@@ -221,6 +224,7 @@ def engine_settings(
         short_step=True,
         overlapped=plan.offload_engine == "overlapped",
         kept_share=1 - plan.settings.offload_ratio if plan.offload_engine == "overlapped" else 0.0,
+        streamed=("all" if plan.job.train.method == "full" else "frozen") if plan.profile.streams else None,
         decomposes=plan.job.train.changes_base,
         keeps_errors=plan.job.train.method != "full" and plan.job.train.adapters.init_lora_weights == "loftq",
     )

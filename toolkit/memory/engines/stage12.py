@@ -11,6 +11,7 @@ from typing import Any
 
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, EngineReplay
 from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.engines.streaming import slot_bytes, streamed_layers
 from toolkit.memory.trace.events import MemoryTrace, Parameter, in_blocks
 from toolkit.planning.offload import PIECE
 
@@ -80,6 +81,15 @@ class Stage12(EngineReplay):
     def initialize(self) -> None:
         """Flatten the model on the card, with a peak of twice its size (flatten_dense_tensors_aligned)."""
         account, settings = self.account, self.settings
+        if settings.streamed is not None:
+            layers = streamed_layers(self.trace.parameters, trained=settings.streamed == "all")
+            whole = sum(parameter.size for parameter in self.trace.parameters)
+            account.allocate("parameters", whole - sum(layers.values()))
+            if settings.streamed == "frozen":  # the trained ones are flattened on the card
+                account.transient("flattening at start", 2 * self._partition * settings.dp_size * settings.itemsize)
+            account.transient("offload staging buffer", self.largest_numel * settings.itemsize)
+            account.allocate("layers at a time", slot_bytes(layers.values()))
+            return
         frozen = sum(parameter.size for parameter in self.trace.parameters if not parameter.trainable)
         account.allocate("parameters", frozen + self.num_trainable * settings.itemsize)
         account.transient("flattening at start", self._partition * settings.dp_size * settings.itemsize)

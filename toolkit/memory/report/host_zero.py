@@ -13,6 +13,7 @@ from itertools import islice
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.engines.stage12 import gradient_bytes, partition_numel
+from toolkit.memory.engines.streaming import streamed_layers
 from toolkit.memory.report.host import HostMemory
 from toolkit.memory.trace.events import MemoryTrace
 
@@ -42,7 +43,7 @@ def replay_stage12(memory: HostMemory, trace: MemoryTrace, settings: EngineSetti
     master = settings.master_itemsize * partition
     staging = settings.itemsize * partition
     if settings.overlapped:
-        _replay_overlapped(memory, settings, partition)
+        _replay_overlapped(memory, trace, settings, partition)
         return
     hold("master parameters", master)
     # The pageable copy of the staging buffer is a local variable of the constructor, freed at its end.
@@ -58,7 +59,7 @@ def replay_stage12(memory: HostMemory, trace: MemoryTrace, settings: EngineSetti
     memory.allocate("optimizer state", settings.state_bytes * partition)
 
 
-def _replay_overlapped(memory: HostMemory, settings: EngineSettings, partition: int) -> None:
+def _replay_overlapped(memory: HostMemory, trace: MemoryTrace, settings: EngineSettings, partition: int) -> None:
     """Replay an overlapped step: DeepSpeed makes its own buffers, which are released for those of the toolkit.
 
     Source:
@@ -66,14 +67,28 @@ def _replay_overlapped(memory: HostMemory, settings: EngineSettings, partition: 
     """
     staging, master = settings.itemsize * partition, settings.master_itemsize * partition
     passed = partition - round(settings.kept_share * partition)  # elements whose gradients come and whose weights go
+    if settings.streamed is not None:
+        _build_on_host(memory, trace, settings)
     memory.allocate("master parameters", master)
     with memory.temporary("DeepSpeed's own buffers", staging + master):
         memory.allocate("gradients on their way", settings.reduced_itemsize * passed)
-        memory.allocate("weights on their way", settings.itemsize * passed)
+        if settings.streamed != "all":  # else the host steps into the flat weights
+            memory.allocate("weights on their way", settings.itemsize * passed)
     memory.start_passes()
     if settings.sums_on_host:
         memory.allocate("sums of gradients", MASTER_ITEMSIZE * passed)
     memory.allocate("optimizer state", settings.state_bytes * partition)
+
+
+def _build_on_host(memory: HostMemory, trace: MemoryTrace, settings: EngineSettings) -> None:
+    """Build the whole model on the host, where streamed weights stay, and all trained ones if some of them are streamed."""
+    frozen = streamed_layers(trace.parameters, trained=False)
+    flat = sum(parameter.size for parameter in trace.parameters if parameter.trainable and settings.streamed == "all")
+    memory.allocate("weights", sum(frozen.values()) + flat)
+    moved = sum(parameter.size for parameter in trace.parameters) - sum(frozen.values()) - flat
+    page_locked = max(frozen.values(), default=0)  # one layer at a time
+    with memory.temporary("weights as they were built", moved + max(flat, page_locked)):
+        pass
 
 
 def replay_stage3(memory: HostMemory, engine: Stage3, settings: EngineSettings) -> None:

@@ -32,7 +32,7 @@ def _facts_of(draft: UncheckedPlan) -> EngineFacts:
         zero_stage=settings.zero_stage,
         dtype=settings.dtype,
         optimizer_device=profile.optimizer,
-        parameter_device=profile.parameters,
+        parameter_device=None if profile.streams else profile.parameters,
         uses_bf16_optimizer=draft.optimizer_wrapper == "bf16",
         num_ranks=draft.job.cluster.num_ranks,
         dp_size=draft.job.dp_size,

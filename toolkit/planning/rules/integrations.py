@@ -75,6 +75,14 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             fix=f"Set it to true or false, with `every_n_layers` in your script, or {OWN}",
             source="transformers modeling_utils.py _set_gradient_checkpointing",
         )
+    if draft.profile.streams:
+        yield Problem(
+            code="INTEGRATION_STREAMING",
+            key="parallel.offload_engine",
+            message=f"offload_engine=overlapped with offload=full-cpu: {name} has DeepSpeed fetch the layers, under ZeRO-3",
+            fix=f"Remove parallel.offload_engine, or {OWN}",
+            source="toolkit offload/streamed_layers.py",
+        )
     if draft.profile.activations:
         yield Problem(
             code="INTEGRATION_ACTIVATIONS",

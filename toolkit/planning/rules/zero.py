@@ -111,6 +111,8 @@ def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
 def offload_engine(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse an engine for the step on the host where nothing steps there, and the overlapped one where it cannot step."""
     wanted, profile = draft.job.parallel.offload_engine, draft.profile
+    if profile.streams and draft.settings.zero_stage < profile.min_zero_stage:
+        return  # the rule above has said so
     against = draft.against_overlap
     if wanted is None or (profile.optimizer is not None and (wanted == "deepspeed" or against is None)):
         return
@@ -120,7 +122,7 @@ def offload_engine(draft: UncheckedPlan) -> Iterator[Problem]:
         code="OFFLOAD_ENGINE",
         key="parallel.offload_engine",
         message=f"offload_engine={wanted} with offload={profile.name}: {why}",
-        fix=f"Set parallel.offload to optimizer-cpu or optimizer-cpu-partial with ZeRO-1 or 2, or {other}",
+        fix=f"Set parallel.offload to optimizer-cpu or optimizer-cpu-partial with ZeRO-1 or 2, to full-cpu with ZeRO-2, or {other}",
         source="toolkit offload/overlapped.py",
     )
 
