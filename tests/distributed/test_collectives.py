@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,16 @@ import torch.distributed as dist
 from ranks import run_distributed
 from torch.utils._pytree import tree_map_only
 
-from toolkit.distributed.collectives import all_gather, all_reduce, equal_pieces, reduce_scatter, start_all_reduce
+from toolkit.distributed.collectives import (
+    _newest,
+    all_gather,
+    all_reduce,
+    equal_pieces,
+    gather_into,
+    reduce_scatter,
+    reduce_scatter_into,
+    start_all_reduce,
+)
 from toolkit.distributed.fake import fake_world
 from toolkit.distributed.process_groups import join_each, join_group, split_group
 from toolkit.topology.grid import Grid
@@ -47,6 +57,12 @@ def scenes(rank: int) -> dict[str, Any]:
         "reduce_scatter": {dim: reduce_scatter(of_rank(rank), dim=dim, group=tp_group) for dim in (0, 1, -1)},
         "uneven pieces": refusal(lambda: reduce_scatter(of_rank(rank)[:, :5], dim=1, group=tp_group)),
     }
+    gathered, share = torch.empty(16, 6), torch.empty(1, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gather_into(gathered, before, group=whole)
+        reduce_scatter_into(share, before, group=whole)
+    facts["into"] = (gathered, share)
     facts["minutes"] = minutes_of_new_groups(rank)
     # As arrays: the memory of a tensor that a rank sends would be gone once the rank has ended.
     return tree_map_only(torch.Tensor, torch.Tensor.numpy, facts)
@@ -111,6 +127,15 @@ def test_gathers_and_scatters_along_any_dim(found: list[dict[str, Any]], dim: in
 
 
 @pytest.mark.gloo
+def test_in_place_gathers_and_scatters_warn_of_nothing(found: list[dict[str, Any]]) -> None:
+    everyone = [of_rank(rank) for rank in range(RANKS)]
+    for rank, result in enumerate(found):
+        gathered, share = result["into"]
+        assert torch.equal(gathered, torch.cat(everyone))
+        assert torch.equal(share[0], sum(everyone)[rank])
+
+
+@pytest.mark.gloo
 def test_uneven_pieces_are_refused(found: list[dict[str, Any]]) -> None:
     assert {result["uneven pieces"] for result in found} == {"2 ranks do not divide dim 1 of shape (4, 5)"}
     assert [piece.shape for piece in equal_pieces(of_rank(0), 3, dim=1)] == [(4, 2)] * 3
@@ -122,3 +147,14 @@ def test_a_fake_world_ends_with_its_block_and_knows_its_ranks() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="rank 2 is not in"), fake_world(Grid(tp=2), rank=2):
         pass
+
+
+def test_torchs_newest_names_are_used_and_the_oldest_where_there_are_no_others() -> None:
+    assert _newest("all_gather_object", "all_gather") is dist.all_gather_object
+    assert _newest("all_gather_of_a_later_torch", "all_gather") is dist.all_gather
+    newest = hasattr(dist, "all_gather_single")
+    assert [gather_into.__name__, reduce_scatter_into.__name__] == (
+        ["all_gather_single", "reduce_scatter_single"]
+        if newest
+        else ["all_gather_into_tensor", "reduce_scatter_tensor"]
+    )

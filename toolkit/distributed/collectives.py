@@ -19,6 +19,15 @@ Reduction = Literal["sum", "max"]
 _ops: Any = torch.ops._c10d_functional
 
 
+def _newest(name: str, before: str) -> Any:
+    return getattr(dist, name, None) or getattr(dist, before)
+
+
+# torch 2.13 has renamed them, and warns of the names that 2.11 and 2.12 have. In place, with the output first.
+gather_into = _newest("all_gather_single", "all_gather_into_tensor")
+reduce_scatter_into = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
     """The result of a collective that may still be running: only the tensor from `wait` may be read.

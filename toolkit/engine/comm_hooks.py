@@ -24,6 +24,7 @@ from torch.futures import Future
 from torch.nn import functional
 
 from toolkit.config.job import Ddp
+from toolkit.distributed.collectives import gather_into, reduce_scatter_into
 from toolkit.distributed.process_groups import join_each
 from toolkit.distributed.world import World
 from toolkit.planning.plan import Plan
@@ -198,13 +199,13 @@ class Hierarchical:
     def scatter(self, whole: Tensor) -> Tensor:
         """Return this rank's share of the node's mean."""
         share = whole.new_empty(len(whole) // self.inside.size())
-        dist.reduce_scatter_tensor(share, whole, group=self.inside)
+        reduce_scatter_into(share, whole, group=self.inside)
         return share.div_(self.inside.size())
 
     def gather(self, share: Tensor) -> Tensor:
         """Return the shares of all ranks of the node."""
         whole = share.new_empty(len(share) * self.inside.size())
-        dist.all_gather_into_tensor(whole, share, group=self.inside)
+        gather_into(whole, share, group=self.inside)
         return whole
 
 
@@ -278,8 +279,8 @@ class TopK(Hierarchical):
         """Return the mean over the nodes of the numbers at their chosen positions, 0 elsewhere."""
         nodes = self.across.size()
         values, places = share.new_empty(nodes * len(chosen)), chosen.new_empty(nodes * len(chosen), dtype=torch.int32)
-        dist.all_gather_into_tensor(values, share[chosen], group=self.across)
-        dist.all_gather_into_tensor(places, chosen.int(), group=self.across)
+        gather_into(values, share[chosen], group=self.across)
+        gather_into(places, chosen.int(), group=self.across)
         summed = torch.zeros_like(share)
         for place, value in zip(places.view(nodes, -1), values.view(nodes, -1), strict=True):
             summed.index_add_(0, place, value)  # in the order of the nodes: the same on all ranks

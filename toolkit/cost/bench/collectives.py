@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.cost.bench.timing import MIB, Bench, noted
+from toolkit.distributed.collectives import gather_into, reduce_scatter_into
 
 
 def nccl(bench: Bench, out: dict[str, Any]) -> None:
@@ -29,8 +30,8 @@ def nccl(bench: Bench, out: dict[str, Any]) -> None:
         shard = whole.chunk(world)[rank].clone()
         cases: dict[str, Callable[..., Any]] = {
             "all_reduce": lambda w=whole: dist.all_reduce(w),
-            "all_gather": lambda w=whole, s=shard: dist.all_gather_into_tensor(w, s),
-            "reduce_scatter": lambda w=whole, s=shard: dist.reduce_scatter_tensor(s, w),
+            "all_gather": lambda w=whole, s=shard: gather_into(w, s),
+            "reduce_scatter": lambda w=whole, s=shard: reduce_scatter_into(s, w),
         }
         if world > 1:
             peer = rank ^ 1
