@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from toolkit.launch import signals
+from toolkit.launch.identity import LAUNCHED
 from toolkit.launch.signals import ASKING, SAVING, Interrupt, asking, ignore_from_here
 
 
@@ -103,10 +104,10 @@ with asking(lambda: asked.append(1), lambda: asked.append(1)):
 """
 
 
-@pytest.mark.parametrize("launched", [True, False])
-def test_the_death_of_the_launcher_asks(launched: bool) -> None:
+@pytest.mark.parametrize("launched", ["TORCHELASTIC_RUN_ID", LAUNCHED, ""])
+def test_the_death_of_the_launcher_asks(launched: str) -> None:
     """Which a script that a shell has started does not hear: it may go on in the background."""
-    rank = {"TORCHELASTIC_RUN_ID": "x"} if launched else {}
+    rank = {launched: "x"} if launched else {}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "ACC"))}
     launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     process = subprocess.Popen(

@@ -106,13 +106,14 @@ def ignore_from_here() -> None:
 def hear_of_the_launchers_end() -> None:
     """Make the kernel send SIGTERM to this rank when the launcher that started it dies.
 
-    `accelerate launch` of one process and DeepSpeed's launcher end at a signal that they do not handle, without forwarding it.
+    `accelerate launch` of one process and DeepSpeed's launcher end at a signal that they do not handle, without forwarding it. Our own may be
+    killed while its watchdog is stopped, or with it.
 
     Source:
         man 2 PR_SET_PDEATHSIG; torch distributed/elastic/multiprocessing/api.py PContext.start; deepspeed launcher/launch.py
         main; accelerate commands/launch.py simple_launcher.
     """
-    if sys.platform == "linux" and detect_launcher(os.environ) in ("torchrun", "deepspeed", "accelerate"):
+    if sys.platform == "linux" and detect_launcher(os.environ) in ("torchrun", "deepspeed", "accelerate", "toolkit"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 

@@ -3,7 +3,8 @@
 It keeps the read end of a pipe whose write end only the supervisor has. However the supervisor
 dies, the kernel closes the pipe, and the watchdog kills each registered process group, grandchildren included.
 PR_SET_PDEATHSIG is no substitute: it reaches the worker alone, and needs Python code between fork and exec, which is
-not safe where the calling process has threads.
+not safe where the calling process has threads. Ranks of training ask for it themselves beside this (`hear_of_the_launchers_end`): where
+the watchdog is stopped or killed too, they save and end.
 """
 
 from __future__ import annotations
