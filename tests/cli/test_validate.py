@@ -429,3 +429,21 @@ def test_tensor_ranks_have_a_line(folder, capsys):
 def test_a_job_without_a_pipeline_has_none(folder, capsys):
     assert validate() == 0
     assert json.loads(capsys.readouterr().out)["pipeline"] is None
+
+
+@pytest.mark.full
+def test_patterns_that_find_no_weight_are_problems_of_a_job(folder, capsys):
+    """The names are read in a process of its own, in a real Python."""
+    text = "model: {name: quickstart-llama, init: random}\ncluster: {gpu: cpu}\ntrain: {freeze: [wte, embed], learning_rates: {lm_heat: 1.0e-5}}\n"
+    (folder / "job.yaml").write_text(text)
+    assert main(["validate", "job.yaml"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2][:45] for line in lines[:2]] == [
+        "job.yaml, line 3: train.freeze: freeze has wt",
+        "job.yaml, line 3: train.learning_rates: learn",
+    ]
+    assert all("[WEIGHTS_PATTERN]" in line for line in lines[:2])
+    assert (
+        main(["validate", "job.yaml", "--set", "train.freeze=[embed]", "--set", "train.learning_rates={norm: 1e-5}"])
+        == 0
+    )

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.cli.output import say
-from toolkit.errors import PlanError, Problem
+from toolkit.cli.own_process import ask_about
 
 if TYPE_CHECKING:
     from toolkit.planning.plan import Plan
@@ -34,23 +30,11 @@ def prove_before_start(plan: Plan) -> None:
     """
     if not needs_proof(plan):
         return
-    from toolkit.launch.environment import python_module
-
     say("proving on a small twin that the parts of the model are the model ...")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
-        plan.save(path)
-        made = subprocess.run(
-            [*python_module("toolkit.modeling.proofs"), str(path)], capture_output=True, text=True, check=False
-        )
-    try:
-        found = json.loads(made.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        last = made.stderr.strip().splitlines()[-1:]
-        say(f"the proof ended early, and is made again by the ranks: {' '.join(last)}")
+    found, last = ask_about(plan, "toolkit.modeling.proofs")
+    if found is None:
+        say(f"the proof ended early, and is made again by the ranks: {last}")
         return
-    if "problems" in found:
-        raise PlanError(*(Problem(**problem) for problem in found["problems"]))
     for split, figures in found["proofs"].items():
         shared = f", {figures['shared']:.0%} of the layers' parameters are shared" if "shared" in figures else ""
         whole = f"; whole on each rank: {', '.join(figures['whole'])}" if figures.get("whole") else ""

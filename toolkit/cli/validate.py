@@ -60,6 +60,8 @@ def validate(
 ) -> None:
     """Check a job: keys, plan, placement, data files, tokenizer; or your own DeepSpeed, Accelerate and Trainer files together. All problems at once; no GPU and no torch.
 
+    Names of weights in `train.freeze` and `train.learning_rates` are compared with the model's in a process of its own, in seconds.
+
     Examples: `toolkit validate job.yaml --set train.sequence_length=8192 --explain`,
     `toolkit validate ds.json accelerate.yaml args.yaml --fix`
 
@@ -101,9 +103,11 @@ def validate(
     job = Path(files[0])
     from toolkit.cli.best_effort import check_or_exit
     from toolkit.cli.job_checks import consumer_notes
+    from toolkit.cli.own_process import check_patterns
 
     verdict = check_or_exit(job, overrides, as_json=as_json)
     assert verdict.plan is not None
+    check_patterns(verdict.plan)
     if as_json:
         print_json(_as_dict(verdict, verdict.plan, explain=explain))
         return

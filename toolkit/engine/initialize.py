@@ -201,9 +201,7 @@ def parameter_groups(
         transformers trainer.py get_decay_parameter_names; arXiv 2402.12354 (LoRA+).
     """
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for pattern in rates:
-        if not any(re.search(pattern, name) for name, _ in trainable):
-            raise no_weight("learning_rates", pattern, model)
+    raise_all(PlanError, no_weight("learning_rates", rates, [name for name, _ in trainable]))
     if not (weight_decay or rates or of_b):
         return [parameter for _, parameter in trainable]
     exempt = _names_without_decay(model) if weight_decay else frozenset()

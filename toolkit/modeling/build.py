@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +28,7 @@ from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
 from toolkit.distributed.deepspeed_private import mark_leaf
 from toolkit.distributed.world import World
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.introspect import decoder_layers, tied_keys
 from toolkit.launch.packages import LIGER_KERNELS
 from toolkit.modeling.adapter_folder import load_adapter
@@ -365,11 +365,10 @@ def add_adapters(model: PreTrainedModel, options: BuildOptions) -> Any:
 
 def freeze_weights(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the weights whose names a regular expression finds."""
-    for pattern in patterns:
-        found = [weight for name, weight in model.named_parameters() if re.search(pattern, name)]
-        if not found:
-            raise no_weight("freeze", pattern, model)
-        for weight in found:
+    names = [name for name, _ in model.named_parameters()]
+    raise_all(PlanError, no_weight("freeze", patterns, names))
+    for name, weight in model.named_parameters():
+        if any(re.search(pattern, name) for pattern in patterns):
             weight.requires_grad_(False)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise PlanError.of(
@@ -380,15 +379,16 @@ def freeze_weights(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def no_weight(name: str, pattern: str, model: nn.Module) -> PlanError:
-    """Return the error of a pattern that finds no weight of a model."""
-    some = [key for key, _ in model.named_parameters()][:2]
-    return PlanError.of(
-        code="WEIGHTS_PATTERN",
-        key=f"train.{name}",
-        message=f"{name} has {pattern}, which is in the name of no trained weight, such as {', '.join(some)}",
-        fix="Write a part of such a name, or a regular expression that finds it",
-    )
+def no_weight(key: str, patterns: Iterable[str], names: Sequence[str]) -> Iterator[Problem]:
+    """Yield a problem for each pattern that finds none of the names of weights that are trained."""
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            yield Problem(
+                code="WEIGHTS_PATTERN",
+                key=f"train.{key}",
+                message=f"{key} has {pattern}, which is in the name of no trained weight, such as {', '.join(names[:2])}",
+                fix="Write a part of such a name, or a regular expression that finds it",
+            )
 
 
 def finish_model(
