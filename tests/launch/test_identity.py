@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.errors import RunError
 from toolkit.launch import identity as module
-from toolkit.launch.identity import WorkerIdentity, detect_launcher, port_of_job, rank_from_environment
+from toolkit.launch.identity import WorkerIdentity, detect_launcher, rank_from_environment
 
 TORCHRUN = {
     "RANK": "3",
@@ -175,11 +175,6 @@ def test_a_rank_takes_the_only_card_that_a_scheduler_shows_it():
     assert [each.card_index(4) for each in (slurm, openmpi, torchrun)] == [1, 1, 1]
     assert [each.card_index(0) for each in (slurm, openmpi, torchrun)] == [None] * 3
     assert torchrun.card_index(1) is None, "it starts all ranks with the same variables"
-
-
-def test_a_job_id_of_any_length_gives_a_port():
-    for job in ("9" * 5000, "\u0663", "job-7"):
-        assert 10_000 <= port_of_job({"SLURM_JOB_ID": job}, "slurm")[0] < 30_000
 
 
 def test_what_a_batch_script_exports_for_all_tasks_is_noticed():

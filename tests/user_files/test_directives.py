@@ -122,6 +122,11 @@ def test_what_sbatch_does_not_read_is_a_warning():
 
 def test_the_first_component_of_a_job_of_several_counts():
     read = read_directives("#SBATCH -N 2 -t 5\n#SBATCH hetjob\n#SBATCH -N 3\n#SBATCH --foo\n", name="a")
+    text = "#SBATCH --cpus-per-task=x -c 4\n#SBATCH hetjob\n#SBATCH -N x\n"
+    assert [problem.message[:19] for problem in read_directives(text, name="a").problems] == [
+        "--cpus-per-task=x i",
+        "--nodes=x is not a ",
+    ]
     assert (read.keys, [problem.key for problem in read.problems]) == ({"nodes": "2", "time": "5"}, ["--foo"])
 
 

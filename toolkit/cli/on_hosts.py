@@ -159,9 +159,9 @@ def run_on_each(
         RunError: LAUNCH_ENV, in a process that is itself one of several, or for a MASTER_PORT that is no port.
     """
     from toolkit.launch.environment import python_module
-    from toolkit.launch.identity import port_that_is_set
     from toolkit.launch.over_ssh import address_of_first, node_environments, run_on_hosts
     from toolkit.launch.ports import FIRST_PORT, NUM_PORTS
+    from toolkit.launch.rendezvous import port_that_is_set
 
     _refuse_inside_a_run()
     addr = os.environ.get("MASTER_ADDR") or address_of_first(hosts)

@@ -19,7 +19,8 @@ from collections.abc import Collection, Mapping
 import psutil
 
 from toolkit.errors import RunError
-from toolkit.launch.identity import ADDRESS_SOURCES, MPIRUNS_HOST, WorkerIdentity
+from toolkit.launch.identity import WorkerIdentity
+from toolkit.launch.rendezvous import ADDRESS_SOURCES, MPIRUNS_HOST
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 RESOLVE_SECONDS = 10.0  # a name service of a cluster that has just started may need some time

@@ -11,17 +11,14 @@ from dataclasses import dataclass, field
 
 from toolkit.errors import PlanError, Problem, RunError, raise_all
 from toolkit.launch.identity import (
-    JOBS_PORT,
     LAUNCHER_NAMES,
     NUM_NODES,
     Launcher,
     WorkerIdentity,
     detect_launcher,
-    first_host,
-    port_of_job,
-    port_that_is_set,
     rank_from_environment,
 )
+from toolkit.launch.rendezvous import JOBS_PORT, first_host, port_of_job, port_that_is_set
 from toolkit.units import whole_number
 
 # These start one process a rank or one a node, as they are asked to; the others start one a rank.

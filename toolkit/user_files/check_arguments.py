@@ -6,7 +6,6 @@ texts alone; `HfArgumentParser.parse_yaml_file` and `parse_json_file` convert no
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 from toolkit.arguments import shown
 from toolkit.config.suggestions import nearest
+from toolkit.user_files.argument_rules import NotKnownError, refused_combinations
 from toolkit.user_files.arguments import TRL_COMMON, Argument, argument_classes, choices_of
 from toolkit.user_files.report import Edit, Found, Level, versioned
 from toolkit.user_files.setup import Said, Setup
@@ -364,104 +364,18 @@ def _form(argument: Argument) -> str:
 
 
 def _combinations(values: Mapping[str, Any], setup: Setup) -> Iterator[Found]:
-    """Yield combinations of valid values that the class refuses (training_args.py _validate_args)."""
+    """Yield combinations of valid values that the class or Trainer refuses."""
     own, misnamed = argument_classes()[setup.owner], _misnamed(setup)
 
     def get(name: str) -> Any:
         if name in misnamed:
-            raise _NotKnownError
+            raise NotKnownError
         return values.get(name, own[name].default if name in own else None)
 
     def place(*names: str) -> Said | None:
         return next((setup.said[name] for name in names if name in setup.said), None)
 
-    for rule in (_precisions, _steps, _best_model, _evaluated, _ranges, _two_shardings):
-        source = "transformers training_args.py TrainingArguments._validate_args"
-        if rule is _two_shardings:
-            source = "transformers trainer.py Trainer.__init__"
-        for names, level, message, fix in _as_far_as_known(rule(get)):
-            said = place(*names)
-            if said is not None:
-                yield _found(
-                    level, said, f"{_equals(said)}: {message}", fix, source=source, code="ARGUMENT_COMBINATION"
-                )
-
-
-_Rule = Iterator[tuple[tuple[str, ...], Level, str, str]]
-
-
-class _NotKnownError(Exception):
-    """A rule asks for an argument that is there under a wrong name."""
-
-
-def _as_far_as_known(rule: _Rule) -> _Rule:
-    with contextlib.suppress(_NotKnownError):
-        yield from rule
-
-
-def _two_shardings(get: Any) -> _Rule:
-    if get("fsdp") and get("deepspeed"):
-        yield ("fsdp",), "error", "fsdp and deepspeed are both on: Trainer refuses the two", "Leave one of them out"
-
-
-def _precisions(get: Any) -> _Rule:
-    if get("fp16") and get("bf16"):
-        yield ("fp16", "bf16"), "error", "fp16 and bf16 are both on", "Turn one of them off"
-    if get("fp16_full_eval") and get("bf16_full_eval"):
-        names = ("fp16_full_eval", "bf16_full_eval")
-        yield names, "error", "fp16_full_eval and bf16_full_eval are both on", "Turn one of them off"
-
-
-def _steps(get: Any) -> _Rule:
-    for kind in ("logging", "eval", "save"):
-        steps = get(f"{kind}_steps")
-        if get(f"{kind}_strategy") != "steps" or not isinstance(steps, int | float):
-            continue
-        if kind == "logging" and steps == 0:
-            yield ("logging_steps",), "error", "logging by steps needs a number above 0", "Write one, such as 10"
-        if steps > 1 and steps != int(steps):
-            yield (f"{kind}_steps",), "error", "above 1 it must be a whole number", f"Write {int(steps)}"
-    unset = get("eval_steps") in (None, 0)
-    logging = get("logging_steps")
-    if get("eval_strategy") == "steps" and unset and not (isinstance(logging, int | float) and logging > 0):
-        yield ("eval_strategy",), "error", "evaluation by steps needs eval_steps or logging_steps", "Set eval_steps"
-
-
-def _best_model(get: Any) -> _Rule:
-    if not get("load_best_model_at_end") or get("save_strategy") == "best":
-        return
-    names = ("load_best_model_at_end",)
-    evaluation, save = get("eval_strategy"), get("save_strategy")
-    if evaluation != save:
-        what = f"it needs the same strategy for both, and eval_strategy={evaluation}, save_strategy={save}"
-        yield names, "error", what, f"Set eval_strategy to {save}, or load_best_model_at_end to false"
-        return
-    every, saved = get("eval_steps") or get("logging_steps"), get("save_steps")
-    if evaluation != "steps" or not isinstance(every, int | float) or not isinstance(saved, int | float):
-        return
-    if every and saved % every:
-        mixed = (every < 1) != (saved < 1)
-        if mixed or every >= 1 or round(saved * 10**6) % max(1, round(every * 10**6)):
-            what = f"save_steps={saved} is no multiple of eval_steps={every}"
-            yield ("save_steps", *names), "error", what, "Set save_steps to a multiple of eval_steps"
-
-
-def _evaluated(get: Any) -> _Rule:
-    if get("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy") and get("eval_strategy") == "no":
-        yield (
-            ("lr_scheduler_type",),
-            "error",
-            "this schedule needs an evaluation",
-            "Set eval_strategy to steps or epoch",
-        )
-
-
-def _ranges(get: Any) -> _Rule:
-    if isinstance(get("warmup_steps"), int | float) and get("warmup_steps") < 0:
-        yield ("warmup_steps",), "error", "it is negative", "Write 0 or more"
-    if get("dataloader_num_workers") == 0 and get("dataloader_prefetch_factor") is not None:
-        what = "batches are fetched ahead only by workers, and dataloader_num_workers=0"
-        yield ("dataloader_prefetch_factor",), "error", what, "Set dataloader_num_workers above 0, or remove it"
-    cache = get("torch_empty_cache_steps")
-    if cache is not None and not (isinstance(cache, int) and cache > 0):
-        yield ("torch_empty_cache_steps",), "error", "it must be a whole number above 0", "Write one, or remove it"
+    for names, level, message, fix, source in refused_combinations(get):
+        said = place(*names)
+        if said is not None:
+            yield _found(level, said, f"{_equals(said)}: {message}", fix, source=source, code="ARGUMENT_COMBINATION")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from toolkit.config.suggestions import nearest
 from toolkit.errors import Problem
+from toolkit.user_files.option_values import directive_fault
 
 # Options by whether they take a value (`man sbatch` of SLURM 22.05 and, behind them, what later releases have added), with
 # the short option where there is one.
@@ -126,7 +127,13 @@ def read_directives(text: str, *, name: str) -> Directives:
             for key, value in _options(words):
                 if begun:
                     found.ignored.append((key, number))
-                elif is_first:
+                    continue
+                # The last one of a name counts, and sbatch reads them all.
+                unkept = [(value, number)] if not is_first else []
+                if is_first and key in found.keys:
+                    unkept = [(found.keys[key], found.lines[(key,)])]
+                found.problems += [_fault(key, old, line, name) for old, line in unkept if directive_fault(key, old)]
+                if is_first:
                     found.keys[key] = value
                     found.lines[(key,)] = number
         except _RefusedError as error:
@@ -140,6 +147,13 @@ def read_directives(text: str, *, name: str) -> Directives:
                 )
             )
     return found
+
+
+def _fault(key: str, value: str, line: int, name: str) -> Problem:
+    message, fix, source = directive_fault(key, value) or ("", "", "")
+    return Problem(
+        code="SBATCH_VALUE", key=key, message=f"--{key}{message}", fix=fix, source=source, file=name, line=line
+    )
 
 
 def _first_name(row: str) -> str:

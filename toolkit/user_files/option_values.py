@@ -31,7 +31,7 @@ _DEVICES = ("auto", "cpu", "gpu", "xpu", "npu", "hpu", "mlu", "musa")
 
 _GPUS = r"(?:[\w.-]+:)?\d+(?:,(?:[\w.-]+:)?\d+)*"
 _COUNT = (r"\+?0*[1-9]\d*", "a whole number of 1 or more")
-_NODES = r"\d+[kKmM]?(?:-\d+[kKmM]?)?(?::\d+)?"
+_NODES = r"\d+[kKmM]?(?:-\d+[kKmM]?(?::\d+)?)?"
 _MEMORY = (
     r"(?i:\+?\d{1,18}(?:[kmgt]b?)?)",
     "a whole number with K, M, G or T behind it, such as 64G; M where none stands there",
