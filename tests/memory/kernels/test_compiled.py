@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 from torch.nn import functional
 from traced_models import H100, peaks, traced
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -88,6 +89,22 @@ def test_flash_attention_of_its_own_package_is_not_compiled():
     trace = traced("llama", "flash", torch_compile=True)
     assert peaks(trace) == peaks(traced("llama", "flash"))
     assert len(untold(trace)) == 1
+
+
+def test_what_a_process_has_set_for_its_own_models_changes_nothing():
+    wanted = peaks(traced("llama", torch_compile=True))
+    with (
+        torch.compiler.set_stance("force_eager"),
+        inductor_config.patch(max_autotune=True, cpp_wrapper=True),
+        torch.autograd.set_detect_anomaly(True),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.no_grad(),
+        torch.device("meta"),
+    ):
+        trace = traced.__wrapped__("llama", torch_compile=True)
+        assert inductor_config.max_autotune
+    assert untold(trace) == []
+    assert peaks(trace) == wanted
 
 
 def test_without_a_folder_nothing_is_kept():

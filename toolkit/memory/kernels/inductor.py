@@ -7,6 +7,7 @@ here, and no kernel is compiled. Neither a wheel of torch with CUDA nor Triton i
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import logging
@@ -55,10 +56,15 @@ USED = (
     ("torch._inductor.compile_fx", "compile_fx_inner"),
     ("torch._inductor.config", "compile_threads"),
     ("torch._inductor.config", "fx_graph_cache"),
+    ("torch._inductor.config", "_config"),
+    ("torch._inductor.config", "_is_default"),
+    ("torch.compiler", "set_stance"),
     ("torch._inductor.graph:GraphLowering", "codegen"),
     ("torch._inductor.runtime.hints:DeviceProperties", "create"),
     ("torch.utils._python_dispatch", "_disable_current_modes"),
 )
+# Settings of inductor under which it runs kernels or a compiler of CUDA.
+NEEDING_A_CARD = ("coordinate_descent_tuning", "cpp_wrapper", "max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 # Functions that remember what a card has answered, where a version of torch has them.
 _REMEMBERING = (
     ("torch._inductor.runtime.hints:DeviceProperties", "create"),
@@ -104,6 +110,26 @@ def time_limit(seconds: float) -> Iterator[None]:
         return run
 
     with _replaced({(place, name): timed(getattr(_find(place), name)) for place, name in TIMED}):
+        yield
+
+
+@contextlib.contextmanager
+def as_in_a_new_process() -> Iterator[None]:
+    """Compile inside a `with` block as a new process does, whatever this one has set for models of its own.
+
+    Settings by environment variables stay, but for those that need a card: tuning, and kernels called from C++.
+
+    Source:
+        torch/compiler/__init__.py set_stance; torch/utils/_config_module.py.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("default"))
+        for name in ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config"):
+            config = importlib.import_module(name)
+            entries = {key: entry for key, entry in config._config.items() if entry.alias is None}
+            changed = {key: copy.deepcopy(entry.default) for key, entry in entries.items() if not config._is_default(key)}
+            changed |= {key: False for key in NEEDING_A_CARD if key in entries}
+            stack.enter_context(config.patch(changed))
         yield
 
 

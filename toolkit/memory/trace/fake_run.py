@@ -194,7 +194,7 @@ def trace_module(
     """
     model: Any = None
     tracing: LayerSegmenter | None = None
-    with _quiet(), cuda_kernels(device), FakeTensorMode(allow_non_fake_inputs=True):
+    with _quiet(), _as_in_a_new_process(), cuda_kernels(device), FakeTensorMode(allow_non_fake_inputs=True):
         try:
             with unset_fake_temporarily():
                 model = _copy_empty(module)
@@ -245,6 +245,7 @@ def card_of(spec: TraceSpec) -> Iterator[dist.ProcessGroup | None]:
     """Run inside a `with` block what the card would run, and yield a fake group of tensor ranks; None for one rank."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
+        stack.enter_context(_as_in_a_new_process())
         stack.enter_context(cuda_kernels(spec.device, packed=spec.packing == "separated"))
         yield stack.enter_context(fake_group(spec.tensor)) if spec.tensor > 1 else None
 
@@ -264,6 +265,19 @@ def configured(spec: TraceSpec, config: PreTrainedConfig) -> PreTrainedConfig:
     own = copy.deepcopy(config)
     own._attn_implementation = spec.attention
     return own
+
+
+@contextlib.contextmanager
+def _as_in_a_new_process() -> Iterator[None]:
+    """Trace inside a `with` block with torch's own settings, whatever this process has set for models of its own."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 @contextlib.contextmanager
