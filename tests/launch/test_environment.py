@@ -9,6 +9,7 @@ import pytest
 from toolkit.launch.environment import (
     ALLOCATOR,
     available_cpus,
+    cpu_quota,
     explain_environment,
     other_allocator,
     worker_environment,
@@ -60,6 +61,25 @@ def test_the_affinity_mask_counts():
     program = f"import os; os.sched_setaffinity(0, {{{one}}}); import toolkit.launch.environment as e; "
     program += "print(e.available_cpus())"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "1"
+
+
+def test_the_least_quota_of_all_cgroups_counts(tmp_path):
+    def quota(place, **files):
+        for name, text in files.items():
+            file = tmp_path / name.replace("__", "/").replace("cpu_max", "cpu.max").replace("cpu_cfs", "cpu.cfs")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{text}\n")
+        (tmp_path / "own").write_text(f"{place}\n")
+        return cpu_quota(tmp_path, tmp_path / "own")
+
+    assert quota("0::/") is None
+    assert quota("0::/", cpu_max="max 100000") is None
+    assert quota("0::/pod/container", pod__cpu_max="800000 100000") == 8
+    assert quota("0::/pod/container", pod__container__cpu_max="150000 100000") == 1.5
+    assert quota("0::/pod/other") == 8
+    assert quota("0::/../../elsewhere") is None  # of another namespace
+    assert quota("4:cpu,cpuacct:/old", cpu__old__cpu_cfs_quota_us="-1", cpu__old__cpu_cfs_period_us="100000") is None
+    assert quota("4:cpu,cpuacct:/old", cpu__old__cpu_cfs_quota_us="250000") == 2.5
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "PYTHONUNBUFFERED"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +100,27 @@ def test_plain_code_and_that_for_this_processor_agree(monkeypatch: pytest.Monkey
     host_adamw.kernel.cache_clear()
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_the_kernel_is_kept_for_a_processor_and_has_no_instructions_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if host_adamw.kernel() is None:
+        pytest.skip("no C++ compiler here")
+    compiler, said = tmp_path / "compiler", tmp_path / "said"
+    # One that does not know the processor it runs on, as some do not.
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *native*) exit 1;; esac\necho "$*" >> {said}\nfor last; do :; done\ntouch "$last"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    built = set()
+    for flags in ("sse2", "sse2 avx2 fma f16c", "sse2 avx2"):
+        monkeypatch.setattr(host_adamw, "_processor", lambda flags=flags: f"flags : {flags}")
+        built.add(host_adamw._built())
+    assert len(built) == 3
+    assert ["-mavx2" in line for line in said.read_text().splitlines()] == [False, True, False]
 
 
 def test_steps_are_counted_as_the_optimizer_does_whose_place_it_takes() -> None:

@@ -125,6 +125,7 @@ BROKEN = [
     ("CHECKPOINTING_KEEP", "train.gradient_checkpointing", "tensor=2", {"model": "llama-3.2-1b", "train": {"gradient_checkpointing": {"keep": ["linear"]}}, "parallel": {"tensor": 2, "sequence_parallel": False}}),
     ("CHECKPOINTING_KEEP", "train.gradient_checkpointing", "attention=eager", {"train": {"attention": "eager", "gradient_checkpointing": {"keep": ["attention"]}}}),
     ("CHECKPOINTING_KEEP", "train.gradient_checkpointing", "attn_pdrop=0.1", {"model": "gpt2", "train": {"gradient_checkpointing": {"keep": ["attention"]}}}),
+    ("NUMA_CARD", "cluster.numa_binding", "there is none", {"gpu": "cpu", "numa_binding": True}),
     ("OFFLOAD_ACTIVATIONS", "parallel.offload", "false", {"train": {"gradient_checkpointing": False}, "parallel": {"offload": "activations-cpu"}}),
     ("ACCUMULATION_DTYPE", "train.gradient_accumulation_dtype", "fp16", {"train": {"precision": "bf16", "gradient_accumulation_dtype": "fp16"}}),
     ("ACCUMULATION_STAGE", "train.gradient_accumulation_dtype", "zero_stage=0", {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 0}}),

@@ -384,7 +384,7 @@ RULES: dict[str, Rule] = {
     # Location and length of the run.
     "train.output_dir": _FREE,
     **_each(_FREE, "train", "push_to_hub hub_private_repo"),
-    **_each(_FREE, "cluster", "gpu host_memory_gib nvme_path master_port transformers kernel_packages"),
+    **_each(_FREE, "cluster", "gpu host_memory_gib nvme_path numa_binding master_port transformers kernel_packages"),
     # How DeepSpeed moves data and what it prints; its shards are the same.
     **_each(
         _TOLD,

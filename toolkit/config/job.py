@@ -214,6 +214,10 @@ class Cluster(Section):
     """RAM of a node, in GiB. The catalogue's figure when left out."""
     nvme_path: Folder | None = None
     """Local folder for offload to NVMe."""
+    numa_binding: StrictBool | None = None
+    """Whether `toolkit train` and `tk.initialize` keep threads and memory of each rank on the NUMA node of its card. By default where
+    the job keeps something in host memory; never where who starts the processes has chosen their processors (taskset, SLURM).
+    """
     master_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
     """TCP port of the rendezvous. A free one when left out."""
     kernel_packages: tuple[KernelPackage, ...] | None = None

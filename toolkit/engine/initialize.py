@@ -32,6 +32,7 @@ from toolkit.engine.extensions import build_extensions
 from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.engine.optimizers import made_here
+from toolkit.engine.placement import Placement, place_rank
 from toolkit.engine.run import Run
 from toolkit.engine.seed import seed_random_state
 from toolkit.engine.zero3_trace import compare_within
@@ -81,7 +82,9 @@ def initialize(
     quiet_libraries()
     world = world or init_world(plan.grid, backend=plan.gpu.backend)
     memory = PhaseMemoryTracker(world.device)
+    placement = Placement(num_sharing=1)
     try:
+        placement = place_rank(plan, world)  # before the threads and the memory that it is about
         plan = build_extensions(plan, world)
         settings = build_settings(plan)
         for setting in settings.values() if world.is_main else ():
@@ -93,20 +96,31 @@ def initialize(
         with built_with(settings):
             device = torch.device("cpu") if plan.profile.streams else world.device
             model = build_model(plan, device=device, weights=folder, world=world, on_progress=on_progress)
-            engine = start_engine(plan, model, schedule, world=world)
+            engine = start_engine(plan, model, schedule, world=world, num_sharing=placement.num_sharing)
         # After the model is built: dropout must not depend on whether its weights are initialized or loaded.
         seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp, pp_rank=world.coordinate.pp)
         memory.end("init")
-        return Run(plan=plan, world=world, engine=engine, schedule=schedule, memory=memory)
+        return Run(plan=plan, world=world, engine=engine, schedule=schedule, memory=memory, placement=placement)
     except BaseException:
         restore_patches()
+        placement.release()
         if world.size == 1:  # a notebook continues; with several ranks, waiting could hang
             destroy_world(world)
         raise
 
 
-def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, world: World) -> Any:
-    """Wrap a built model in the engine of the plan's strategy: DeepSpeed's, or torch's DDP or FSDP2."""
+def start_engine(
+    plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, world: World, num_sharing: int | None = None
+) -> Any:
+    """Wrap a built model in the engine of the plan's strategy: DeepSpeed's, or torch's DDP or FSDP2.
+
+    Args:
+        plan: Resolved plan.
+        model: Built model.
+        schedule: Of the learning rate.
+        world: Process groups.
+        num_sharing: Ranks that share this one's processors; by default all of its node.
+    """
     groups = parameter_groups(
         model,
         weight_decay=plan.job.train.weight_decay,
@@ -154,6 +168,7 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
             node_size=min(world.size, plan.job.cluster.gpus_per_node),
             share=plan.settings.offload_ratio,
             streamed=StreamedLayers(model, streamed, device=world.device) if plan.profile.streams else None,
+            num_sharing=num_sharing,
         )
     return engine
 

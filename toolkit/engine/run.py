@@ -30,6 +30,7 @@ from toolkit.engine.hyperparameters import Hyperparameters
 from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.engine.pipeline import PipelineForwardBackward
+from toolkit.engine.placement import Placement
 from toolkit.engine.preparation import prepare_in_turn
 from toolkit.engine.signals import LateCounts
 from toolkit.errors import RunError, SpecError
@@ -91,10 +92,12 @@ class Run:
         engine: Any,
         schedule: LazyLRScheduler,
         memory: PhaseMemoryTracker | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.plan = plan
         self.world = world
         self._engine = engine
+        self._placement = placement
         self.memory = memory or PhaseMemoryTracker(world.device)
         self.step_count = 0
         self.state: dict[str, Any] = {}
@@ -186,6 +189,8 @@ class Run:
                 self._engine.destroy()
             self._engine = None
             restore_patches()
+            if self._placement is not None:
+                self._placement.release()
             if leave_groups:
                 destroy_world(self.world)
 

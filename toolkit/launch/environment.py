@@ -46,13 +46,42 @@ class Setting(NamedTuple):
 def available_cpus() -> int:
     """Count the hardware threads that this process may use: its affinity mask, limited by the cgroup's CPU quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return count if quota is None else min(count, max(1, math.floor(quota)))
+
+
+def cpu_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Return how many processors' time the cgroups of this process allow together, the least of all; None without a quota.
+
+    Args:
+        cgroups: Where they are mounted, version 2 or 1.
+        own: File with this process's place among them.
+
+    Source:
+        Linux Documentation/admin-guide/cgroup-v2.rst (cpu.max), scheduler/sched-bwc.rst (cpu.cfs_quota_us).
+    """
+    folders = [cgroups, cgroups / "cpu"]
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        if quota != "max":
-            count = min(count, max(1, math.floor(int(quota) / int(period))))
-    except (OSError, ValueError):
-        return count  # no cgroup v2 here: only the mask limits the threads
-    return count
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for number, controllers, place in (line.split(":", 2) for line in lines):
+        root = cgroups if number == "0" else cgroups / "cpu"
+        parts = [part for part in place.split("/") if part and part != ".."]
+        if number == "0" or "cpu" in controllers.split(","):
+            folders += [root.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
+    found = [quota for folder in folders if (quota := _quota_of(folder)) is not None]
+    return min(found, default=None)
+
+
+def _quota_of(folder: Path) -> float | None:
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((folder / name).read_text(encoding="ascii") for name in names).split()
+            return None if quota in ("max", "-1") else int(quota) / int(period)
+        except (OSError, ValueError):
+            continue
+    return None
 
 
 def explain_environment(

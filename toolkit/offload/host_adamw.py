@@ -223,6 +223,8 @@ def _built() -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     error: subprocess.CalledProcessError | None = None
     for processor in _PROCESSORS:
+        if not all(map(_has, processor)):
+            continue
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / "adamw.so"
             command = [*compiler, *_FLAGS, *processor, str(_SOURCE), "-o", str(made)]
@@ -244,6 +246,11 @@ def _processor() -> str:
     except OSError:
         lines = []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def _has(option: str) -> bool:
+    """Return whether this processor has the instructions that an option of the compiler names; `native` are its own."""
+    return "=" in option or option.removeprefix("-m") in _processor().split()
 
 
 def step_by_torch(

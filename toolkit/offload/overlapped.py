@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from toolkit.distributed.deepspeed_private import OffloadedPartitions
 from toolkit.introspect import decoder_layers
+from toolkit.launch.environment import cpu_quota
 from toolkit.offload.host_adamw import StepFactors, accumulate, factors_of, step, step_by_torch
 from toolkit.offload.host_memory import lock, page_locked, unlock
 from toolkit.offload.streamed_layers import StreamedLayers
@@ -142,6 +143,7 @@ class OverlappedOffload:
         accumulates: Whether several micro-batches of a step are added up on the host, which stage 2 does.
         device: Device that computes.
         node_size: Ranks that share this machine.
+        num_sharing: Those of them that share this rank's processors; all by default.
         share: Share of each partition's state that is on the host; the card steps the first elements of the partition.
         streamed: Layers whose weights are in host memory; if some of them are trained, so are the flat weights, and all of the state.
     """
@@ -154,13 +156,14 @@ class OverlappedOffload:
         accumulates: bool,
         device: torch.device,
         node_size: int,
+        num_sharing: int | None = None,
         share: float = 1.0,
         streamed: StreamedLayers | None = None,
     ) -> None:
         self._of, self._streamed = partitions, streamed
         self._in_host = streamed is not None and streamed.trains
         self._device, self._on_card = device, device.type != "cpu"
-        self._threads = threads_of_rank(node_size)
+        self._threads = threads_of_rank(node_size, num_sharing)
         self._size, self._rank = dist.get_world_size(partitions.dp_group), dist.get_rank(partitions.dp_group)
         # Of its own: the thread's broadcasts may come between any collectives of the training thread.
         ranks = dist.get_process_group_ranks(partitions.dp_group)
@@ -546,9 +549,16 @@ def _joined(bounds: list[tuple[int, Any]]) -> list[tuple[int, int, Any]]:
     return runs
 
 
-def threads_of_rank(node_size: int) -> int:
-    """Return the threads of a rank's kernel: its share of the processors that this process may use, less one for the training thread."""
-    return max(1, len(os.sched_getaffinity(0)) // node_size - 1)
+def threads_of_rank(node_size: int, num_sharing: int | None = None) -> int:
+    """Return the threads of a rank's kernel: its share of the processors, less one for the training thread.
+
+    Args:
+        node_size: Ranks of this machine, which share what a cgroup's quota leaves.
+        num_sharing: Those that share the processors of this process; all by default.
+    """
+    processors = len(os.sched_getaffinity(0)) // (num_sharing or node_size)
+    quota = cpu_quota()
+    return max(1, (processors if quota is None else min(processors, int(quota / node_size))) - 1)
 
 
 def _units(model: nn.Module) -> dict[nn.Parameter, int]:

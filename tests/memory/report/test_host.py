@@ -63,6 +63,14 @@ def test_host_memory_is_what_the_process_took(reports, name):
     assert predicted == pytest.approx(taken(RUNS[name]), rel=0.1 if small else 0.03)
 
 
+@pytest.mark.parametrize("name", of(name for name in NAMES if "partial" in name))
+def test_twin_flow_s_host_memory_is_foreseen_to_a_hundredth(reports, name):
+    """The card's share passes through the host too: page-locked gradients that torch keeps, and weights that are cast there."""
+    found = reports[name].host.bytes_per_rank
+    assert sum(found.values()) == pytest.approx(taken(RUNS[name]), rel=0.0105)
+    assert found[UNUSED] > 0
+
+
 @pytest.mark.parametrize("name", of(LOADED))
 def test_from_pretrained_takes_no_more_than_foreseen_and_not_much_less(reports, name):
     """Threads cast ahead of the merging by so much or so little: the estimate is that they are far ahead."""

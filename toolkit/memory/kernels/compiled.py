@@ -28,7 +28,14 @@ from toolkit.errors import first_line
 from toolkit.launch.user_cache import user_cache_folder
 from toolkit.memory.kernels.device import OUT_OF_TIME, Device
 from toolkit.memory.kernels.dispatch import choose_kernel, torch_functions
-from toolkit.memory.kernels.inductor import OutOfTime, as_in_a_new_process, compile_graph, lower_graph, missing_names, time_limit
+from toolkit.memory.kernels.inductor import (
+    OutOfTime,
+    as_in_a_new_process,
+    compile_graph,
+    lower_graph,
+    missing_names,
+    time_limit,
+)
 from toolkit.memory.kernels.inductor_code import load_code
 from toolkit.memory.kernels.operations import unnoted
 from toolkit.units import MIB

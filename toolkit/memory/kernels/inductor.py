@@ -64,7 +64,13 @@ USED = (
     ("torch.utils._python_dispatch", "_disable_current_modes"),
 )
 # Settings of inductor under which it runs kernels or a compiler of CUDA.
-NEEDING_A_CARD = ("coordinate_descent_tuning", "cpp_wrapper", "max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
+NEEDING_A_CARD = (
+    "coordinate_descent_tuning",
+    "cpp_wrapper",
+    "max_autotune",
+    "max_autotune_gemm",
+    "max_autotune_pointwise",
+)
 # Functions that remember what a card has answered, where a version of torch has them.
 _REMEMBERING = (
     ("torch._inductor.runtime.hints:DeviceProperties", "create"),
@@ -127,7 +133,9 @@ def as_in_a_new_process() -> Iterator[None]:
         for name in ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config"):
             config = importlib.import_module(name)
             entries = {key: entry for key, entry in config._config.items() if entry.alias is None}
-            changed = {key: copy.deepcopy(entry.default) for key, entry in entries.items() if not config._is_default(key)}
+            changed = {
+                key: copy.deepcopy(entry.default) for key, entry in entries.items() if not config._is_default(key)
+            }
             changed |= {key: False for key in NEEDING_A_CARD if key in entries}
             stack.enter_context(config.patch(changed))
         yield

@@ -107,8 +107,26 @@ def pages_of_cards(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
+def numa_node_of_card(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse a binding to the NUMA node of a card where there is no card."""
+    if draft.job.cluster.numa_binding and draft.on_cpu:
+        yield Problem(
+            code="NUMA_CARD",
+            key="cluster.numa_binding",
+            message="numa_binding=true on gpu=cpu: processes are bound to the NUMA node of their card, and there is none",
+            fix="Remove cluster.numa_binding, and start the processes under numactl to bind them",
+        )
+
+
 def _version(capability: str) -> tuple[int, ...]:
     return tuple(int(part) for part in capability.split(".") if part.isdigit())
 
 
-RULES = (precision_of_card, attention_kernel, sequence_within_positions, lion_needs_kernels, pages_of_cards)
+RULES = (
+    precision_of_card,
+    attention_kernel,
+    sequence_within_positions,
+    lion_needs_kernels,
+    pages_of_cards,
+    numa_node_of_card,
+)
