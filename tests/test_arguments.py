@@ -178,6 +178,7 @@ TABLE: dict[str, Row] = {
             "train_batch_size": NO_COUNT,
             "vocab_size": NO_COUNT,
             "base": NO_PATH,
+            "labels": [3, "yes", ["no", "yes"]],
             "num_proc": NO_COUNT,
             "progress": NO_FLAG,
         },
@@ -190,7 +191,12 @@ TABLE: dict[str, Row] = {
     "apply_lora": (
         tk.apply_lora,
         {"model": None, "lora": tk.Lora(), "seed": 0},
-        {"model": [None, 3, nn.Linear(2, 2)], "lora": [None, {"r": 8}, 3], "seed": [None, *NO_INT]},
+        {
+            "model": [None, 3, nn.Linear(2, 2)],
+            "lora": [None, {"r": 8}, 3],
+            "seed": [None, *NO_INT],
+            "task": [None, 3, "chat"],
+        },
     ),
     "estimate_module": (
         tk.estimate_module,

@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from toolkit.bounded import OutOfBoundsError, call_bounded
+from toolkit.catalog.tasks import default_task
 from toolkit.checkpoint.manifest import damaged
 from toolkit.errors import CheckpointError, Problem, first_line
 from toolkit.exporter.adapter import ADAPTER_CONFIG
 from toolkit.exporter.contents import Contents
 from toolkit.exporter.foreign_settings import bounded_modules, check_sizes, endless_targets
 from toolkit.io import open_plain, read_plain_object, write_json
+from toolkit.modeling.architecture import auto_class
 from toolkit.modeling.initialization import tie_weights
 
 _OBJECTS = (
@@ -40,7 +42,7 @@ _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
 
 
 def empty_model(model_dir: Path, *, trust_remote_code: bool, num_tensors: int) -> PreTrainedModel:
-    """Build the causal language model of a folder on the meta device.
+    """Build the model of a folder on the meta device, of the task that its config.json says.
 
     Args:
         model_dir: Folder with config.json and the tokenizer.
@@ -56,7 +58,7 @@ def empty_model(model_dir: Path, *, trust_remote_code: bool, num_tensors: int) -
     try:
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
         with torch.device("meta"), no_init_weights(), bounded_modules(model_dir, num_tensors=num_tensors):
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(default_task(config.to_dict())[0]).from_config(
                 config,
                 attn_implementation="eager",  # not the file's, which may need a package or kernel
                 trust_remote_code=trust_remote_code,
@@ -70,7 +72,7 @@ def empty_model(model_dir: Path, *, trust_remote_code: bool, num_tensors: int) -
         raise CheckpointError.of(
             code="EXPORT_CONFIG",
             key=str(model_dir),
-            message=f"{model_dir} has no configuration of a causal language model: {first_line(error)}",
+            message=f"{model_dir} has no configuration of a model of its task: {first_line(error)}",
             fix=f"Put this model's config.json and tokenizer into {model_dir}, or export another checkpoint",
         ) from error
     tie_weights(model)

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from toolkit.arguments import checks_arguments
-from toolkit.config.job import ExpertSharding, Fp8, Fsdp2, Kept, Kernels, Lora, Loss
+from toolkit.config.job import CLASSIFYING, ExpertSharding, Fp8, Fsdp2, Kept, Kernels, Lora, Loss, Task
 from toolkit.context_parallel.apply import apply_context_parallel
 from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
@@ -83,6 +83,7 @@ class BuildOptions:
         compute_loss: Name of the user's loss function.
         neftune: Scale of the noise on the embeddings in training.
         grows: Whether the embeddings have more rows than the pretrained ones.
+        task: What the model is trained to do, which decides its class.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -107,6 +108,7 @@ class BuildOptions:
     compute_loss: str | None = None
     neftune: float = 0.0
     grows: bool = False
+    task: Task = "causal-lm"
 
     @property
     def error_rank(self) -> int:
@@ -114,6 +116,11 @@ class BuildOptions:
         lora = self.lora
         corrects = lora is not None and lora.init_lora_weights == "loftq"
         return max(lora.r, *lora.rank_pattern.values(), 0) if lora is not None and corrects else 0
+
+    @property
+    def head_seed(self) -> int | None:
+        """Seed of a classifier's head that the pretrained weights lack; None where they must have all."""
+        return self.seed if self.task in CLASSIFYING else None
 
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> Self:
@@ -142,6 +149,7 @@ class BuildOptions:
             "compute_loss": train.compute_loss,
             "neftune": train.neftune_noise_alpha,
             "grows": plan.job.model.resizes,
+            "task": settings.task,
         }
         return cls(**values | others)
 
@@ -170,7 +178,7 @@ def build_model(
         A `PreTrainedModel`, or a `peft.PeftModel` around one.
 
     Raises:
-        SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
+        SpecError: MODEL_CLASS when transformers has no class of this configuration for the task.
         PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS,
             LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE, FP8_PACKAGE, FP8_CAPABILITY, FP8_LAYERS,
             KERNELS_PACKAGE, KERNELS_MODEL, QLORA_PACKAGE, QLORA_LAYERS; with tensor ranks also those of `apply_tensor_parallel`, with stages those of
@@ -180,7 +188,7 @@ def build_model(
     options = BuildOptions.of(plan)
     _check_packages(options, device)
     config = model_config(plan)
-    import_architecture(config, trust_remote_code=options.trust_remote_code)
+    import_architecture(config, trust_remote_code=options.trust_remote_code, task=options.task)
     prove_splits(
         config,
         tensor=plan.grid.tp,
@@ -211,7 +219,9 @@ def build_model(
         allocate(model, device=device)
     elif world is None or world.grid.size("model") == 1:
         with _partitioned(plan, dp_group), torch.device(device), no_init_weights():
-            model = construct(config, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+            model = construct(
+                config, dtype=options.dtype, trust_remote_code=options.trust_remote_code, task=options.task
+            )
     else:
         dense, model = _twins(config, options)
         part = plan.stage(world.coordinate.pp) if world.grid.pp > 1 else None
@@ -221,7 +231,15 @@ def build_model(
     if weights is None:
         initialize_weights(model, seed=options.seed, dense=dense)
     else:
-        load_pretrained(model, weights, group=dp_group, dense=dense, grows=options.grows, progress=on_progress)
+        load_pretrained(
+            model,
+            weights,
+            group=dp_group,
+            dense=dense,
+            grows=options.grows,
+            head_seed=options.head_seed,
+            progress=on_progress,
+        )
     context_group = None if world is None else world.context_group
     adapted = finish_model(add_adapters(model, options), options, context_group=context_group)
     if options.lora is not None and options.lora.adapter is not None:
@@ -301,6 +319,7 @@ def _build_sharded(
         weights=weights,
         seed=options.seed,
         grows=options.grows,
+        head_seed=options.head_seed,
         deviates=options.lora is not None and options.lora.init_lora_weights == "gaussian",
         group=world.dp_group,
         progress=on_progress,
@@ -327,7 +346,7 @@ def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
 def construct_empty(config: PreTrainedConfig, options: BuildOptions) -> PreTrainedModel:
     """Construct the whole model on the meta device, its weights not tied yet."""
     with no_init_weights(), torch.device("meta"):
-        return construct(config, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+        return construct(config, dtype=options.dtype, trust_remote_code=options.trust_remote_code, task=options.task)
 
 
 def shard_model(
@@ -359,8 +378,12 @@ def add_adapters(model: PreTrainedModel, options: BuildOptions) -> Any:
         PlanError: WEIGHTS_PATTERN if a pattern finds no weight, or all of them are frozen; those of `apply_lora`.
     """
     model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
+    if options.task == "seq2seq-lm":
+        for module in model.modules():  # encoder and decoder have copies of the configuration
+            if isinstance(getattr(module, "config", None), PreTrainedConfig):
+                module.config.use_cache = False
     freeze_weights(model, options.freeze)
-    return model if options.lora is None else apply_lora(model, options.lora, seed=options.seed)
+    return model if options.lora is None else apply_lora(model, options.lora, seed=options.seed, task=options.task)
 
 
 def freeze_weights(model: nn.Module, patterns: Sequence[str]) -> None:

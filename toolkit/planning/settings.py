@@ -19,7 +19,7 @@ from toolkit.config.fields import (
     ZeroStage,
     adapter_of,
 )
-from toolkit.config.job import Attention, Dtype, ExpertSharding, Job, Kernels, Precision, Task
+from toolkit.config.job import Attention, Dtype, ExpertSharding, Job, Kernels, Precision, ProblemType, Task
 from toolkit.planning.batch import Batch
 
 Source = Literal["job", "default", "derived", "deepspeed", "planner"]
@@ -74,6 +74,8 @@ class Settings:
         virtual_stages: Stages of each rank of a pipeline.
         partition: Decoder layers of each stage, first to last; empty without a pipeline.
         task: What the model is trained to do.
+        num_labels: Classes of a classifier, or values of a regression; 0 for other tasks.
+        problem_type: What a classifier of sequences learns; None for other tasks.
     """
 
     batch: Batch
@@ -104,6 +106,15 @@ class Settings:
     virtual_stages: Count = 1
     partition: tuple[Count, ...] = ()
     task: Task = "causal-lm"
+    num_labels: NonNegativeCount = 0
+    problem_type: ProblemType | None = None
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that each evaluation has."""
+        if not self.num_labels:
+            return ("loss",)
+        return ("loss", "mse", "mae") if self.problem_type == "regression" else ("loss", "accuracy", "f1")
 
     @property
     def dtype(self) -> Dtype:
@@ -204,6 +215,8 @@ def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> li
         "parallel.pipeline_schedule": (job.parallel.pipeline_schedule, settings.pipeline_schedule),
         "parallel.virtual_stages": (job.parallel.virtual_stages, settings.virtual_stages),
         "model.task": (job.model.task, settings.task),
+        "model.num_labels": (job.model.num_labels, settings.num_labels),
+        "model.problem_type": (job.model.problem_type, settings.problem_type),
         "model.init": (job.model.init, settings.init),
         "deepspeed.zero_optimization.sub_group_size": (None, settings.sub_group_size),
         "deepspeed.zero_optimization.reduce_bucket_size": (None, settings.reduce_bucket_size),

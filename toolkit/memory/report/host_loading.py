@@ -89,8 +89,9 @@ def loading(plan: Plan, *, dtype: Dtype | None = None) -> Loading:
     asked = dtype or stored
     config = model_config(plan)
     trusted = plan.job.model.trust_remote_code
-    import_architecture(config, trust_remote_code=trusted)
-    model = construct_empty(config, BuildOptions(dtype=DTYPES[asked], trust_remote_code=trusted))
+    task = plan.settings.task
+    import_architecture(config, trust_remote_code=trusted, task=task)
+    model = construct_empty(config, BuildOptions(dtype=DTYPES[asked], trust_remote_code=trusted, task=task))
     targets = {name: weight.detach() for name, weight in model.named_parameters()}
     kept = left = most = 0
     for layer, count in _distinct_layers(targets):

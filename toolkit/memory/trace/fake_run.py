@@ -43,7 +43,7 @@ from toolkit.memory.trace.fake_ops import FakeOpRule, disable_layer_dropout, inp
 from toolkit.memory.trace.fake_results import fake_like
 from toolkit.memory.trace.representatives import LayerStack, find_stacks, in_adapters, prune_layers
 from toolkit.memory.trace.segments import LayerSegmenter, StageBoundary
-from toolkit.memory.trace.spec import PADDED, TraceSpec
+from toolkit.memory.trace.spec import BOTH_LENGTHS, PADDED, TraceSpec
 from toolkit.memory.trace.stage_layers import WholeModel, prune_to_part
 from toolkit.modeling.build import add_adapters, construct_empty, finish_model, shard_model
 from toolkit.modeling.checkpointing import layers_to_checkpoint
@@ -149,6 +149,7 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                         *recurrence.describe(),
                         *(() if compiled is None else compiled.describe()),
                         *((PADDED,) if spec.packing == "none" else ()),
+                        *((BOTH_LENGTHS,) if spec.task == "seq2seq-lm" else ()),
                         *(
                             [f"kernels={spec.kernels} does not replace: {', '.join(made.unfused)}"]
                             if made.unfused
@@ -264,6 +265,8 @@ def configured(spec: TraceSpec, config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of a configuration with the attention that is traced."""
     own = copy.deepcopy(config)
     own._attn_implementation = spec.attention
+    if spec.task == "sequence-classification" and own.pad_token_id is None:
+        own.pad_token_id = 0  # a run has that of its data
     return own
 
 
@@ -326,7 +329,7 @@ def _model_key(spec: TraceSpec, config: Any) -> tuple[Any, ...]:
     text = config.get_text_config(decoder=True)
     # What runs the experts and attention is not part of a configuration's JSON.
     private = tuple(getattr(text, name, None) for name in ("_attn_implementation", "_experts_implementation"))
-    return type(config), config.to_json_string(use_diff=False), private, spec.attention, spec.dtype
+    return type(config), config.to_json_string(use_diff=False), private, spec.attention, spec.dtype, spec.task
 
 
 def _construct_pruned(
@@ -423,7 +426,7 @@ def _losses(spec: TraceSpec, made: FakeModel, tp_group: dist.ProcessGroup | None
         loss=spec.loss, label_smoothing_factor=spec.label_smoothing, z_loss=spec.z_loss, compute_loss=spec.compute_loss
     )
     part = SequenceSlice(rank=0, size=spec.context) if spec.context > 1 else None
-    return StepLoss.of(told, config=config, tp_group=tp_group, vocab_size=vocab_size, part=part)
+    return StepLoss.of(told, config=config, tp_group=tp_group, vocab_size=vocab_size, part=part, task=spec.task)
 
 
 def _loss(spec: TraceSpec, losses: StepLoss, outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

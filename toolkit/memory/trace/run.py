@@ -73,7 +73,7 @@ def _config(plan: Plan) -> PreTrainedConfig:
     trusted = plan.job.model.trust_remote_code
     try:
         config = model_config(plan)
-        import_architecture(config, trust_remote_code=trusted)
+        import_architecture(config, trust_remote_code=trusted, task=plan.settings.task)
     except (ValueError, SpecError) as error:
         if isinstance(error, SpecError) and error.codes == ("MODEL_CONFIG_INVALID",):
             raise
@@ -92,7 +92,7 @@ def _config(plan: Plan) -> PreTrainedConfig:
 def trace_model(
     config: PreTrainedConfig, spec: TraceSpec, *, part: StageSpec | None = None, all_layers: bool = False
 ) -> MemoryTrace:
-    """Trace one micro-batch of any causal language model that transformers builds from a configuration.
+    """Trace one micro-batch of any model that transformers builds from a configuration for the task of a specification.
 
     >>> from transformers import LlamaConfig
     >>> from toolkit.memory.kernels.device import Device

@@ -18,6 +18,7 @@ from toolkit.planning.rules import (
     pipeline,
     recomputation,
     strategy,
+    tasks,
     tensor,
     training,
     zero,
@@ -27,6 +28,7 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 Rule = Callable[[UncheckedPlan], Iterable[Problem]]
 
 RULES: tuple[Rule, ...] = (
+    *tasks.RULES,
     *model.RULES,
     *hardware.RULES,
     *grid.RULES,
