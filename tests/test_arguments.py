@@ -178,7 +178,6 @@ TABLE: dict[str, Row] = {
             "train_batch_size": NO_COUNT,
             "vocab_size": NO_COUNT,
             "base": NO_PATH,
-            "labels": [3, "yes", ["no", "yes"]],
             "num_proc": NO_COUNT,
             "progress": NO_FLAG,
         },
@@ -195,7 +194,7 @@ TABLE: dict[str, Row] = {
             "model": [None, 3, nn.Linear(2, 2)],
             "lora": [None, {"r": 8}, 3],
             "seed": [None, *NO_INT],
-            "task": [None, 3, "chat"],
+            "language_alone": [None, 1, "yes"],
         },
     ),
     "estimate_module": (

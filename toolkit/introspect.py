@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -35,6 +36,20 @@ def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
         if all(isinstance(layer, GradientCheckpointingLayer) for layer in module):
             found[name] = module
     return found
+
+
+def vision_tower(model: Any) -> tuple[str, nn.Module]:
+    """Return the module that a model reads images with, and its name: the outermost one of the type of `vision_config`."""
+    kind = type(model.config.vision_config)
+    found = ((name, module) for name, module in model.named_modules() if type(getattr(module, "config", None)) is kind)
+    return next(found)
+
+
+def language_model(model: Any) -> tuple[str, nn.Module]:
+    """Return the decoder of a model that reads images, and its name: the outermost one of the type of `text_config`."""
+    kind = type(model.config.text_config)
+    found = ((name, module) for name, module in model.named_modules() if type(getattr(module, "config", None)) is kind)
+    return next(found)
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:

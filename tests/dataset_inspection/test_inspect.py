@@ -173,7 +173,7 @@ def test_format_against_columns(tmp_path: Path) -> None:
         ({"messages": []}, "messages is an empty list"),
         ({"messages": ["hi"]}, "messages[0] is a string"),
         ({"messages": [{"from": "human", "value": "x"}]}, "messages[0].role is absent"),
-        ({"messages": [*CHAT, {"role": "user", "content": [1]}]}, "messages[2].content is a list"),
+        ({"messages": [*CHAT, {"role": "user", "content": [1]}]}, "messages[2].content[0] is not an object"),
     ],
 )
 def test_types_name_the_record(tmp_path: Path, record: dict[str, Any], says: str) -> None:

@@ -293,7 +293,7 @@ ELSEWHERE = {
     "TOKENIZER_NOT_FOUND": "../artifacts/test_commands.py",
     "MODEL_CONFIG_INVALID": "rules/test_model.py",
     "TASK_UNSUPPORTED": "rules/test_model.py",
-    **dict.fromkeys(("TASK_LABELS", "TASK_PARALLEL", "TASK_UNUSED"), "rules/test_tasks.py"),
+    **dict.fromkeys(("IMAGES_UNSUPPORTED", "IMAGES_UNUSED", "IMAGES_LENGTH", "IMAGES_MODEL"), "rules/test_images.py"),
     "TRAIN_NO_DATA": "../cli/test_emit.py",
     "ACCELERATE_FILE": "../deepspeed_spec/test_accelerate_config.py",
     "PLAN_UNREADABLE": "test_plan.py",

@@ -126,6 +126,8 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, boo
         except (OSError, ValueError) as error:
             raise _invalid(path, str(error)) from error
     declared = config.get("chat_template")
+    if declared is None:  # of processors that were saved before transformers 5
+        declared = _read_object(folder / "chat_template.json").get("chat_template")
     if isinstance(declared, str):
         return declared or None, others
     try:

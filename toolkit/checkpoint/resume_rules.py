@@ -275,6 +275,7 @@ RULES: dict[str, Rule] = {
         fits=lambda now, then: None not in (_lora("loraplus_lr_ratio")(now), _lora("loraplus_lr_ratio")(then)),
     ),
     "train.freeze": _REFUSED,
+    "train.freeze_vision": replace(_REFUSED, value=lambda plan: plan.settings.freeze_vision),
     "train.learning_rates": replace(
         _CONVERTED,  # the same
         fits=lambda now, then: list(now.job.train.learning_rates) == list(then.job.train.learning_rates),
@@ -334,8 +335,6 @@ RULES: dict[str, Rule] = {
     "model.task": replace(
         _REFUSED, value=lambda plan: plan.settings.task, why="its checkpoint has the head of another task"
     ),
-    **_each(replace(_REFUSED, why="its head has other labels"), "model", "num_labels problem_type"),
-    "model.labels": _TOLD,
     "model.init": replace(_REFUSED, counts=_with_adapters, why="its adapters were trained on those weights"),
     "model.tokenizer": _CONTENT,
     **_each(_ORDER, "model", "added_tokens added_special_tokens"),
@@ -367,7 +366,9 @@ RULES: dict[str, Rule] = {
         "attention loss kernels torch_compile label_smoothing_factor z_loss neftune_noise_alpha router_aux_loss_coef compute_loss",
     ),
     "train.gradient_checkpointing": replace(_TOLD, value=_recomputation),
-    **_each(_FREE, "train", "saves_per_epoch evals_per_epoch"),  # in save_steps and eval_steps
+    **_each(
+        _FREE, "train", "saves_per_epoch evals_per_epoch images_per_sample image_size"
+    ),  # in save_steps and eval_steps
     **_each(_TOLD, "parallel", "sequence_parallel pipeline_schedule"),
     **_each(
         _TOLD,

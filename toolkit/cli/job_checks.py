@@ -19,7 +19,6 @@ from toolkit.config.user_code import unfound
 from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX, ChatTemplate
 from toolkit.dataset_inspection.formats import Format
 from toolkit.dataset_inspection.inspect import DatasetFacts, peek
-from toolkit.dataset_inspection.labels import data_of_task
 from toolkit.errors import Problem, SpecError
 from toolkit.launch.packages import tracker_problems
 from toolkit.planning.plan import Plan
@@ -27,8 +26,7 @@ from toolkit.planning.plan_warnings import plan_warnings
 from toolkit.planning.refusals import refusals
 from toolkit.planning.resolve import resolve, resolve_with
 from toolkit.planning.rules.integrations import consumer_problems
-from toolkit.planning.trainable import task_problems, training_problems
-from toolkit.planning.unchecked_plan import labels_of
+from toolkit.planning.trainable import training_problems
 from toolkit.topology.placement import place_job
 
 _CONSUMERS = {"trainer": "transformers.Trainer", "accelerate": "Accelerate scripts"}
@@ -78,13 +76,9 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
     readable = tokenizer is not None and len(problems) == unread
     data = None
     if job.data is not None:
-        config = {} if model is None else model.config
-        task = task_of(job.model, config)
-        labels = None if model is None else labels_of(job.model, config, task)
-        asked = data_of_task(job.data, task)
-        data, found = peek(asked, template=_chat_template(facts), runs_code=True, labels=labels)
-        if not any(task_problems(task)):  # else nothing reads them
-            problems += found
+        images = model is not None and task_of(job.model, model.config) == "image-text-to-text"
+        data, found = peek(job.data, template=_chat_template(facts, images=images), runs_code=True)
+        problems += found
     problems += output_problems(job.train.output_dir)
     problems += user_code_problems(job)
     if readable and tokenizer is not None and (data is not None or job.model.tokenizer is not None):
@@ -166,10 +160,10 @@ def _tokenizer_folder(job: Job, model: ModelSpec | None) -> Path | None:
     return None
 
 
-def _chat_template(facts: TokenizerFacts | None) -> ChatTemplate | None:
+def _chat_template(facts: TokenizerFacts | None, *, images: bool) -> ChatTemplate | None:
     if facts is None or facts.chat_template is None:
         return None
-    return ChatTemplate(facts.chat_template, facts.eos_token)
+    return ChatTemplate(facts.chat_template, facts.eos_token, lists=images)
 
 
 def _tokenizer_problems(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -24,12 +25,60 @@ from toolkit.dataset_inspection.chat_messages import (
     with_system_prompt,
 )
 from toolkit.dataset_inspection.chat_template import refused_problem
+from toolkit.dataset_inspection.image_messages import texts_of
 from toolkit.errors import DataError, first_line
 
 # The Jinja block tag, with optional whitespace control.
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # (start, stop) in characters of a rendered conversation.
 Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The places of a conversation's images in its text.
+
+    Args:
+        placeholder: Text that the template writes for an image.
+        expansions: Text that each image becomes, in order.
+    """
+
+    placeholder: str
+    expansions: tuple[str, ...]
+
+    def fault(self, rendered: str) -> str | None:
+        """Return why a rendered conversation does not have a place for each image; None if it does."""
+        found = rendered.count(self.placeholder)
+        if found == len(self.expansions):
+            return None
+        return (
+            f"it writes {self.placeholder} {found} times for {len(self.expansions)} images, so they do not match: the template has "
+            "no place for images, or a text has that mark itself"
+        )
+
+    def expand(self, rendered: str) -> str:
+        """Return a rendered conversation, or the beginning of it, with the text that each image becomes."""
+        head, *rest = rendered.split(self.placeholder)
+        return head + "".join(f"{new}{part}" for new, part in zip(self.expansions, rest, strict=False))
+
+    def spans(self, text: str) -> Spans:
+        """Return where the images are in an expanded text."""
+        found, at = [], 0
+        for expansion in self.expansions:
+            start = text.index(expansion, at)
+            at = start + len(expansion)
+            found.append((start, at))
+        return found
+
+    def moved(self, rendered: str, spans: Spans) -> Spans:
+        """Return spans of a rendered conversation as those of the expanded text."""
+        ends = [found.end() for found in re.finditer(re.escape(self.placeholder), rendered)]
+        grown = [len(expansion) - len(self.placeholder) for expansion in self.expansions]
+
+        def place(at: int) -> int:
+            return at + sum(more for end, more in zip(ends, grown, strict=True) if end <= at)
+
+        return [(place(start), place(stop)) for start, stop in spans]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +91,14 @@ class ChatTokeniser:
             whose own keys exclude them from the loss never count.
         system_prompt: System message of conversations that have none.
         origin: `origin(index)` returns the key path and the place of a record, for errors.
+        places: What the images of the record become in its text; None for text alone.
     """
 
     tokenizer: Any
     loss_on: LossOn
     origin: Callable[[int], tuple[str, str]]
     system_prompt: str | None = None
+    places: Places | None = None
 
     def __call__(self, record: Mapping[str, Any], *, index: int) -> tuple[list[int], list[int]]:
         """Tokenise a record of `messages` and, if it has them, `tools`.
@@ -82,11 +133,14 @@ class ChatTokeniser:
     def _tokenise(self, written: Messages, tools: Any, *, index: int) -> tuple[list[int], list[int]]:
         left_out = {at for at, message in enumerate(written) if is_left_out(message)}
         messages, learned = for_template(written), learned_messages(written, self.loss_on)
-        text = self._render(messages, tools)
-        if (part := dropped(messages, tools, text, self._render)) is not None:
+        rendered = self._rendered(messages, tools)
+        if (part := dropped(messages, tools, rendered, self._rendered)) is not None:
             key, where = self.origin(index)
             raise DataError(dropped_problem(part, where=where, key=key))
-        if self.loss_on == "all" and not left_out:
+        if self.places is not None and (fault := self.places.fault(rendered)) is not None:
+            raise self._refused(fault, index)
+        text = rendered if self.places is None else self.places.expand(rendered)
+        if self.loss_on == "all" and not left_out and (self.places is None or not self.places.expansions):
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return ids, [1] * len(ids)
 
@@ -99,13 +153,19 @@ class ChatTokeniser:
         if not marks_answers or learned_roles(self.loss_on) != frozenset({"assistant"}):
             return self._marked(text, message_spans(messages, render, learned))
         blocks = self._blocks(messages, tools, len(messages))
+        moved = (lambda spans: spans) if self.places is None else partial(self.places.moved, rendered)
         if self.loss_on == "last_assistant":
-            return self._marked(text, self._blocks_of(messages, tools, blocks, learned, index=index))
-        return self._marked(text, blocks, but=self._blocks_of(messages, tools, blocks, left_out, index=index))
+            return self._marked(text, moved(self._blocks_of(messages, tools, blocks, learned, index=index)))
+        others = self._blocks_of(messages, tools, blocks, left_out, index=index)
+        return self._marked(text, moved(blocks), but=moved(others))
 
-    def _render(self, messages: Messages, tools: Any, **options: bool) -> str:
+    def _rendered(self, messages: Messages, tools: Any, **options: bool) -> str:
         rendered: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         return rendered
+
+    def _render(self, messages: Messages, tools: Any, **options: bool) -> str:
+        rendered = self._rendered(messages, tools, **options)
+        return rendered if self.places is None else self.places.expand(rendered)
 
     def _blocks(self, messages: Messages, tools: Any, upto: int) -> Spans:
         """Return the spans that a template marks with `{% generation %}` in the first messages."""
@@ -143,7 +203,7 @@ class ChatTokeniser:
                 fix="Name a model with a tokenizer.json in model.tokenizer, or remove such messages",
             )
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets, others = encoded["offset_mapping"], list(but)
+        offsets, others = encoded["offset_mapping"], [*but, *(() if self.places is None else self.places.spans(text))]
         targets = [int(_overlaps(token, spans) and not _overlaps(token, others)) for token in offsets]
         return encoded["input_ids"], targets
 
@@ -200,7 +260,7 @@ def _stop_by_content(whole: str, closed: str, message: dict[str, Any], start: in
 
     Templates of reasoning models render the last turn differently from earlier ones, so `closed` is not a prefix of `whole`.
     """
-    said = (message.get("content") or "").split("</think>")[-1].strip()
+    said = "".join(texts_of(message.get("content"))[-1:]).split("</think>")[-1].strip()
     at = whole.find(said, start)
     if not said or at < 0 or said not in closed:
         return None

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+import datasets
 
 from toolkit.catalog.tokenizer import template_fault
 from toolkit.config.job import LossOn
-from toolkit.data.chats import ChatTokeniser, chat_template
+from toolkit.data.chats import ChatTokeniser, Places, chat_template
+from toolkit.data.images import image_error, image_source, read_image
+from toolkit.data.processor import Processor
 from toolkit.dataset_inspection.chat_messages import learned_roles
 from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX
 from toolkit.dataset_inspection.formats import Format, loss_on_problem, record_fault
+from toolkit.dataset_inspection.image_messages import column_images, split_images, text_fault
 from toolkit.errors import DataError, Problem
 from toolkit.modeling.loss import IGNORED
 
@@ -34,9 +40,11 @@ class TransformersTokenizer(Protocol):
 
 
 class Located(Protocol):
-    """Knows the key path and the place of a record."""
+    """Knows the key path and the place of a record, and the folder of its file."""
 
     def of(self, index: int) -> tuple[str, str]: ...
+
+    def folder(self, index: int) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +74,28 @@ class Tokeniser:
         """What the tokens depend on besides tokenizer and documents."""
         learned = self.loss_on if isinstance(self.loss_on, str) else f"roles {' '.join(sorted(set(self.loss_on)))}"
         prompt = () if self.system_prompt is None or self.format != "messages" else (self.system_prompt,)
-        return (self.format, learned, *prompt)
+        return (self.format, learned, *prompt, *(self.tokenizer.identity if self.reads_images else ()))
 
-    def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[list[int]]]:
+    @property
+    def reads_images(self) -> bool:
+        """Whether messages may have images."""
+        return isinstance(self.tokenizer, Processor)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns that a call returns, as features of `datasets`."""
+        numbers = datasets.Sequence(datasets.Value("int32"))
+        columns = {"input_ids": numbers, "targets": numbers}
+        if not self.reads_images:
+            return columns
+        source = {"path": datasets.Value("string"), "bytes": datasets.Value("binary")}
+        return {**columns, "images": [source], "image_sizes": datasets.Sequence(numbers)}
+
+    def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         """Tokenise a batch; `targets` has 1 for each token in the loss, else 0.
 
         Raises:
-            DataError: DATA_TYPE, naming the record; those of `ChatTokeniser`.
+            DataError: DATA_TYPE, DATA_IMAGE, naming the record; those of `ChatTokeniser`.
         """
         if CONVERSATION in batch:
             records = [json.loads(text) for text in batch[CONVERSATION]]
@@ -83,6 +106,8 @@ class Tokeniser:
                 key, where = self._origin(index)
                 message, fix = f"{where}: {fault}", "Correct or remove the record"
                 raise DataError.of(code="DATA_TYPE", key=key, message=message, fix=fix)
+        if self.reads_images:
+            return self._with_images(records, indices)
         if self.format == "messages":
             chats = ChatTokeniser(
                 tokenizer=self.tokenizer,
@@ -90,12 +115,46 @@ class Tokeniser:
                 origin=self._origin,
                 system_prompt=self.system_prompt,
             )
+            for index, record in zip(indices, records, strict=True):
+                self._refuse_images(record, index)
             documents = [chats(record, index=index) for index, record in zip(indices, records, strict=True)]
         elif self.format == "tokens":
             documents = [_given(record) for record in records]
         else:
             documents = self._texts(records) if self.format == "text" else self._pairs(records)
         return {"input_ids": [ids for ids, _ in documents], "targets": [targets for _, targets in documents]}
+
+    def _with_images(self, records: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+        """Tokenise messages with images; `images` has where they are, and `image_sizes` their width and height."""
+        made: dict[str, list[Any]] = {name: [] for name in self.columns}
+        for index, record in zip(indices, records, strict=True):
+            key, where = self._origin(index)
+            try:
+                messages, given = split_images(record["messages"], column_images(record))
+                folder = Path() if self.origins is None else self.origins.folder(index)
+                sources = [image_source(value, folder=folder) for value in given]
+                sizes = [read_image(source).size for source in sources]
+                expansions = tuple(self.tokenizer.expansion(size) for size in sizes)
+            except ValueError as error:
+                raise image_error(str(error), where=where, key=key) from None
+            chat = ChatTokeniser(
+                tokenizer=self.tokenizer.tokenizer,
+                loss_on=self.loss_on,
+                origin=self._origin,
+                system_prompt=self.system_prompt,
+                places=Places(placeholder=self.tokenizer.placeholder, expansions=expansions),
+            )
+            ids, targets = chat({**record, "messages": messages}, index=index)
+            values = (ids, targets, sources, [list(size) for size in sizes])
+            for name, value in zip(made, values, strict=True):
+                made[name].append(value)
+        return made
+
+    def _refuse_images(self, record: Mapping[str, Any], index: int) -> None:
+        if (fault := text_fault(record["messages"])) is not None:
+            key, where = self._origin(index)
+            fix = "Write the content as a string, or name a model that reads images"
+            raise DataError.of(code="DATA_TYPE", key=key, message=f"{where}: {fault}", fix=fix)
 
     def _origin(self, index: int) -> tuple[str, str]:
         return ("data", f"record {index + 1} of the data") if self.origins is None else self.origins.of(index)
@@ -158,20 +217,25 @@ class MixedTokeniser:
         return self.parts[0].tokenizer
 
     @property
+    def columns(self) -> dict[str, Any]:
+        """The columns that a call returns, as features of `datasets`."""
+        return self.parts[0].columns
+
+    @property
     def identity(self) -> tuple[str, ...]:
         """What the tokens depend on besides tokenizer and documents."""
         return tuple(value for part in self.parts for value in part.identity)
 
-    def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[list[int]]]:
+    def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         """Tokenise a batch in its order, as `Tokeniser` does."""
-        documents: dict[int, tuple[list[int], list[int]]] = {}
+        documents: dict[int, tuple[Any, ...]] = {}
         for number in sorted(set(batch[SOURCE])):
             rows = [row for row, source in enumerate(batch[SOURCE]) if source == number]
             records = {CONVERSATION: [batch[CONVERSATION][row] for row in rows]}
             made = self.parts[number](records, [indices[row] for row in rows])
-            documents |= dict(zip(rows, zip(made["input_ids"], made["targets"], strict=True), strict=True))
-        pairs = [documents[row] for row in range(len(indices))]
-        return {"input_ids": [ids for ids, _ in pairs], "targets": [targets for _, targets in pairs]}
+            documents |= dict(zip(rows, zip(*(made[name] for name in self.columns), strict=True), strict=True))
+        made_of = [documents[row] for row in range(len(indices))]
+        return {name: [values[at] for values in made_of] for at, name in enumerate(self.columns)}
 
 
 def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: LossOn) -> None:
@@ -184,10 +248,6 @@ def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: LossOn) -> None
     if problem := loss_on_problem(loss_on, format_):
         problems.append(problem)
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-    if format_ == "tokens_tags" and not getattr(tokenizer, "is_fast", False):
-        message = f"the tokenizer {name} has no character offsets, which are needed to find the tokens of a word"
-        fix = "Name a tokenizer that has a tokenizer.json in model.tokenizer"
-        problems.append(Problem(code="DATA_SLOW_TOKENIZER", key="model.tokenizer", message=message, fix=fix))
     if format_ in ("text", "prompt_completion") and tokenizer.eos_token_id is None:
         message = f"the tokenizer {name} has no eos_token, so nothing would mark the end of a document"
         fix = "Set eos_token in its tokenizer_config.json, or name another tokenizer in model.tokenizer"

@@ -54,13 +54,28 @@ class Origins:
         Args:
             index: Index of the document in the data set, from 0.
         """
+        source, key, number = self._record(index)
+        return key, place_of(source, number)
+
+    def folder(self, index: int) -> Path:
+        """Return the folder from which paths in a document start: that of its file, or for a data set of the hub the working directory."""
+        return folder_of(self._record(index)[0])
+
+    def _record(self, index: int) -> tuple[SourceFacts, str, int]:
+        """Return a document's source, its key path and the number of the record in it, from 0."""
         number = index if self.rows is None else int(self.rows[index])
         records = self.records or (None,) * len(self.counts)
         for source, key, count, left in zip(self.sources, self.keys, self.counts, records, strict=True):
             if number < count:
-                return key, place_of(source, number if left is None else int(left[number]))
+                return source, key, number if left is None else int(left[number])
             number -= count
         raise IndexError(f"index={index} is past the last record")
+
+
+def folder_of(source: SourceFacts) -> Path:
+    """Return the folder from which paths in a source start."""
+    path = source.path
+    return Path() if path is None else path.parent if path.is_file() else path
 
 
 def place_of(source: SourceFacts, index: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -70,8 +71,6 @@ class PackedDataset:
     document whose attention stays in it, is -100, so that `(labels != -100).sum()` is the number of tokens in the loss.
     """
 
-    per_token = True  # what the labels are of
-
     def __init__(
         self,
         store: TokenStore,
@@ -80,7 +79,9 @@ class PackedDataset:
         sequence_length: int,
         pad_token_id: int,
         long_rows: LongRows | None = None,
+        processor: Any = None,
     ) -> None:
+        self.processor = processor
         self.packing = packing
         self.sequence_length = sequence_length
         self.pad_token_id = pad_token_id
@@ -94,8 +95,9 @@ class PackedDataset:
     def __len__(self) -> int:
         return len(self._pieces.rows) - 1
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return row `index`: `input_ids` and `labels`, and for `separated` also `position_ids`; int64.
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return row `index`: `input_ids` and `labels`, and for `separated` also `position_ids`; int64. For a model that reads images
+        also `images`, with where they are.
 
         `wrapped` and `separated` rows have sequence_length tokens, `none` rows at most that many.
         """
@@ -106,7 +108,12 @@ class PackedDataset:
         tail = self.sequence_length - sum(len(ids) for ids, _ in parts)
         if self.packing == "separated" and tail:
             parts.append((np.full(tail, self.pad_token_id), np.full(tail, IGNORED)))
-        row = {"input_ids": np.concatenate([ids for ids, _ in parts]), "labels": np.concatenate([x for _, x in parts])}
+        row: dict[str, Any] = {
+            "input_ids": np.concatenate([ids for ids, _ in parts]),
+            "labels": np.concatenate([x for _, x in parts]),
+        }
+        if self._store.images is not None:
+            row["images"] = self._store.images[int(self.row_documents[index])]
         if self.packing == "separated":
             row["position_ids"] = np.concatenate([np.arange(len(ids)) for ids, _ in parts])
         return row
@@ -115,6 +122,17 @@ class PackedDataset:
     def document_tokens(self) -> np.ndarray:
         """Tokens of each document before packing, int64, shape (documents,)."""
         return np.diff(self._store.offsets)
+
+    @property
+    def row_documents(self) -> np.ndarray:
+        """The document with which each row begins, int64, shape (sequences,)."""
+        first = self._pieces.starts[self._pieces.rows[:-1]]
+        return np.asarray(np.searchsorted(self._store.offsets, first, side="right") - 1)
+
+    @property
+    def images(self) -> Any:
+        """The images of each document (`TokenStore.images`); None for text alone."""
+        return self._store.images
 
     @property
     def row_tokens(self) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
@@ -28,6 +29,7 @@ from toolkit.dataset_inspection.chats import unread_key_warning
 from toolkit.dataset_inspection.columns import renamed, resolve_layout
 from toolkit.dataset_inspection.files import PEEK_RECORDS, first_bad_json_line, wide_cells
 from toolkit.dataset_inspection.formats import Format, setting_of, split_of
+from toolkit.dataset_inspection.image_messages import IMAGE_COLUMNS
 from toolkit.dataset_inspection.inspect import DatasetFacts, SourceFacts, unread_warning
 from toolkit.dataset_inspection.layouts import ALPACA_CHAT, Layout, unread_columns
 from toolkit.errors import DataError, Problem
@@ -97,7 +99,13 @@ class Documents:
 
 
 def load_documents(
-    data: Data, facts: DatasetFacts, *, seed: int, cache_dir: Path, template: str | None = None
+    data: Data,
+    facts: DatasetFacts,
+    *,
+    seed: int,
+    cache_dir: Path,
+    template: str | None = None,
+    images: bool = False,
 ) -> Documents:
     """Load the training and validation documents, source by source and in file order.
 
@@ -110,13 +118,14 @@ def load_documents(
         seed: Seed of the documents that `validation_fraction` holds out, and of those of a weight's fraction.
         cache_dir: Folder in which `datasets` stores the Arrow files.
         template: Text of the chat template; message keys that it mentions are read.
+        images: Whether columns of images are read.
     Returns:
         All data sets, in our own columns.
     Raises:
         DataError: DATA_HUB, DATA_REVISION, DATA_READ, DATA_JSON, DATA_COLUMNS, DATA_FORMAT, DATA_MIXED, DATA_TOO_SMALL.
     """
     warnings: list[str] = []
-    load = partial(_load_part, data=data, cache_dir=cache_dir, template=template, warnings=warnings)
+    load = partial(_load_part, data=data, cache_dir=cache_dir, template=template, images=images, warnings=warnings)
     named = dict(zip(data.eval_sets, facts.eval, strict=True)) if data.eval_sets else {}
     sets = {name: load((each,), part=f"eval.{name}") for name, each in named.items()}
     held = load(facts.eval, part="eval") if facts.eval and not sets else None
@@ -193,6 +202,7 @@ def _load_part(
     part: str,
     cache_dir: Path,
     template: str | None,
+    images: bool,
     warnings: list[str],
 ) -> Part:
     loaded, kinds, counts, keys = [], [], [], []
@@ -222,7 +232,10 @@ def _load_part(
         counts.append(len(documents))
         records.append(rows)
         keys.append(key)
-        loaded.append(_in_own_columns(documents, layout, facts, key=key, cache_dir=cache_dir))
+        others = _image_columns(documents) if images and layout.format == "messages" else {}
+        if others:
+            documents = documents.cast(datasets.Features({**documents.features, **others}))
+        loaded.append(_in_own_columns(documents, layout, facts, key=key, cache_dir=cache_dir, others=tuple(others)))
     if data.sources is None and len({kind.format for kind in kinds}) > 1:
         listed = ", ".join(f"{facts.name} is {kind.format}" for facts, kind in zip(sources, kinds, strict=True))
         message = f"data.{part} has several formats: {listed}"
@@ -251,19 +264,37 @@ def _unread_keys(documents: Any, layout: Layout, name: str, template: str | None
     return [] if warning is None else [warning]
 
 
-def _in_own_columns(documents: Any, layout: Layout, source: SourceFacts, *, key: str, cache_dir: Path) -> Any:
-    """Keep the columns that are read, or convert those of another layout to our own."""
+def _image_columns(documents: Any) -> dict[str, Any]:
+    """Return the columns of images, with features that leave images of `datasets` as path and bytes."""
+    encoded = datasets.Image(decode=False)
+    found = {name: documents.features[name] for name in IMAGE_COLUMNS if name in documents.column_names}
+    for name, feature in found.items():
+        if isinstance(feature, datasets.Image):
+            found[name] = encoded
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            found[name] = datasets.List(encoded)
+    return found
+
+
+def _in_own_columns(
+    documents: Any, layout: Layout, source: SourceFacts, *, key: str, cache_dir: Path, others: tuple[str, ...] = ()
+) -> Any:
+    """Keep the columns that are read, and `others`, or convert those of another layout to our own."""
     if layout.convert is None:
-        return documents.select_columns([column for column in layout.reads if column in documents.column_names])
+        return documents.select_columns(
+            [column for column in (*layout.reads, *others) if column in documents.column_names]
+        )
     convert, fault_of = layout.convert, layout.fault
 
     def converted(record: dict[str, Any], index: int) -> dict[str, Any]:
         if (fault := fault_of(record)) is not None:
             message, fix = f"{place_of(source, index)}: {fault}", "Correct or remove the record"
             raise DataError.of(code="DATA_TYPE", key=key, message=message, fix=fix)
-        return convert(record)
+        return {**convert(record), **{name: record[name] for name in others}}
 
-    return _mapped(documents, converted, layout.name, layout.format, desc=f"Reading {layout.name}", cache_dir=cache_dir)
+    return _mapped(
+        documents, converted, layout.name, layout.format, *others, desc=f"Reading {layout.name}", cache_dir=cache_dir
+    )
 
 
 def _as_text(documents: Any, number: int | None, *, cache_dir: Path) -> Any:
@@ -276,11 +307,16 @@ def _as_text(documents: Any, number: int | None, *, cache_dir: Path) -> Any:
     """
 
     def written(record: dict[str, Any], _: int) -> dict[str, Any]:
-        text = {CONVERSATION: json.dumps(dict(record), ensure_ascii=False, default=str)}
+        text = {CONVERSATION: json.dumps(dict(record), ensure_ascii=False, default=_as_json)}
         return text if number is None else {**text, SOURCE: number}
 
     kind = ("conversations", "text" if number is None else f"source {number}")
     return _mapped(documents, written, *kind, desc="Joining sources", cache_dir=cache_dir)
+
+
+def _as_json(value: Any) -> str:
+    """Return what JSON lacks as text: the bytes of an image as a `data:` address."""
+    return f"data:image;base64,{base64.b64encode(value).decode()}" if isinstance(value, bytes) else str(value)
 
 
 def _mapped(documents: Any, function: Callable[..., Any], *kind: str, desc: str, cache_dir: Path) -> Any:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import numpy as np
@@ -17,7 +15,7 @@ import numpy as np
 from toolkit.data.chats import chat_template
 from toolkit.data.formats import MixedTokeniser, Tokeniser
 
-_LAYOUT_VERSION = 2  # increased when the files below or their content change
+_LAYOUT_VERSION = 3  # increased when the files below or their content change
 _READ_ROWS = 1000  # documents taken from Arrow at once
 
 
@@ -31,6 +29,8 @@ class TokenStore:
         offsets: Document d is `tokens[offsets[d]:offsets[d + 1]]`; int64, shape (documents + 1,).
         max_token: Largest token id; -1 if there are no tokens.
         num_empty: Number of documents that are left out because they have no token.
+        images: The images of each document in order (`images`: path or bytes; `image_sizes`: width and height), and its number among the
+            records (`record`); None for text alone.
     """
 
     tokens: np.ndarray
@@ -38,6 +38,7 @@ class TokenStore:
     offsets: np.ndarray
     max_token: int
     num_empty: int
+    images: Any = None
 
     @property
     def num_documents(self) -> int:
@@ -45,81 +46,40 @@ class TokenStore:
         return len(self.offsets) - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """A column of the tokenised documents beside their tokens.
-
-    Args:
-        feature: Type of its numbers for `datasets`.
-        dtype: Type in its file.
-    """
-
-    feature: str
-    dtype: np.dtype[Any]
-
-
-class BatchTokeniser(Protocol):
-    """Turns a batch of records into token ids and further columns."""
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def identity(self) -> tuple[str, ...]: ...
-
-    def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> Mapping[str, Any]: ...
-
-
-_TARGETS = {"targets": Column(feature="int32", dtype=np.dtype(np.uint8))}
-
-
 def tokenise(
     documents: Any, tokeniser: Tokeniser | MixedTokeniser, *, cache_dir: Path, num_proc: int | None
 ) -> TokenStore:
-    """Tokenise a `Dataset`, or open what an earlier call with the same inputs left in `cache_dir`."""
-    folder, meta = stored(documents, tokeniser, _TARGETS, cache_dir=cache_dir, num_proc=num_proc)
-    return TokenStore(
-        tokens=opened(folder / "tokens.bin", np.dtype(np.int32)),
-        targets=opened(folder / "targets.bin", _TARGETS["targets"].dtype),
-        offsets=np.load(folder / "offsets.npy"),
-        max_token=meta["max_token"],
-        num_empty=meta["num_empty"],
-    )
+    """Tokenise a `Dataset`, or open what an earlier call with the same inputs left in `cache_dir`.
 
-
-def stored(
-    documents: Any,
-    tokeniser: BatchTokeniser,
-    columns: Mapping[str, Column],
-    *,
-    cache_dir: Path,
-    num_proc: int | None,
-) -> tuple[Path, dict[str, Any]]:
-    """Tokenise a `Dataset` into files, or find those of an earlier call with the same inputs; return their folder and meta.json.
-
-    The folder is written under a temporary name and renamed when complete, so ranks that race or die leave no partial one. It has
-    tokens.bin, offsets.npy and a file of each column, all of them without documents that have no token.
+    The folder is written under a temporary name and renamed when complete, so ranks that race or die leave no partial one.
     """
     folder = cache_dir / f"tokens-{_key(documents, tokeniser)}"
     if not (folder / "meta.json").is_file():
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir, prefix="tokenising-") as scratch:
-            _write(documents, tokeniser, columns, Path(scratch), num_proc=num_proc)
+            _write(documents, tokeniser, Path(scratch), num_proc=num_proc)
             try:
                 (Path(scratch) / "store").rename(folder)
             except OSError:  # another rank was first
                 if not (folder / "meta.json").is_file():
                     raise
-    return folder, json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    return TokenStore(
+        tokens=_open(folder / "tokens.bin", np.int32),
+        targets=_open(folder / "targets.bin", np.uint8),
+        offsets=np.load(folder / "offsets.npy"),
+        max_token=meta["max_token"],
+        num_empty=meta["num_empty"],
+        images=datasets.load_from_disk(str(folder / "images")) if (folder / "images").is_dir() else None,
+    )
 
 
-def opened(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """Map a file of numbers into memory."""
+def _open(path: Path, dtype: type[np.generic]) -> np.ndarray:
     # An empty file cannot be mapped.
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
 
-def _key(documents: Any, tokeniser: BatchTokeniser) -> str:
+def _key(documents: Any, tokeniser: Tokeniser | MixedTokeniser) -> str:
     tokenizer = tokeniser.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -141,17 +101,14 @@ def _without_state(vocabulary: str) -> str:
     return json.dumps({name: value for name, value in content.items() if name not in ("padding", "truncation")})
 
 
-def _write(
-    documents: Any, tokeniser: BatchTokeniser, columns: Mapping[str, Column], scratch: Path, *, num_proc: int | None
-) -> None:
-    features = {"input_ids": "int32", **{name: column.feature for name, column in columns.items()}}
+def _write(documents: Any, tokeniser: Tokeniser | MixedTokeniser, scratch: Path, *, num_proc: int | None) -> None:
     mapped = documents.map(
         tokeniser,
         batched=True,
         with_indices=True,
         num_proc=num_proc,
         remove_columns=documents.column_names,
-        features=datasets.Features({name: datasets.Sequence(datasets.Value(kind)) for name, kind in features.items()}),
+        features=datasets.Features(tokeniser.columns),
         cache_file_name=str(scratch / "mapped.arrow"),
         new_fingerprint=scratch.name,  # the hash of the tokenizer changes after its first call
         desc="Tokenising",
@@ -160,20 +117,19 @@ def _write(
     store.mkdir()
     lengths: list[np.ndarray] = []
     max_token = -1
-    with ExitStack() as files:
-        tokens = files.enter_context((store / "tokens.bin").open("wb"))
-        others = {name: files.enter_context((store / f"{name}.bin").open("wb")) for name in columns}
+    with (store / "tokens.bin").open("wb") as tokens, (store / "targets.bin").open("wb") as targets:
         for batch in mapped.with_format("arrow").iter(_READ_ROWS):
             ids = batch["input_ids"].combine_chunks()
             flat = np.asarray(ids.flatten()).astype(np.int32)
             lengths.append(np.asarray(ids.value_lengths()).astype(np.int64))
             max_token = max(max_token, int(flat.max(initial=-1)))
             tokens.write(flat.tobytes())
-            for name, file in others.items():
-                values = np.asarray(batch[name].combine_chunks().flatten())
-                file.write(values.astype(columns[name].dtype).tobytes())
+            targets.write(np.asarray(batch["targets"].combine_chunks().flatten()).astype(np.uint8).tobytes())
     every = np.concatenate([np.empty(0, np.int64), *lengths])
     filled = every[every > 0]
+    if "images" in tokeniser.columns:
+        kept = mapped.select_columns(["images", "image_sizes"]).add_column("record", np.arange(len(every)))
+        kept.select(np.flatnonzero(every > 0)).save_to_disk(str(store / "images"))
     np.save(store / "offsets.npy", np.concatenate([np.zeros(1, np.int64), np.cumsum(filled)]))
     meta = {"max_token": max_token, "num_empty": int(len(every) - len(filled))}
     (store / "meta.json").write_text(json.dumps(meta), encoding="utf-8")

@@ -18,7 +18,7 @@ from toolkit.config.job import Data, EvalSource, LongRows, Packing
 from toolkit.config.user_code import imported
 from toolkit.data.formats import Tokeniser
 from toolkit.data.loader import Collate, StepBatch, pinned, prefetch
-from toolkit.data.origins import place_of
+from toolkit.data.origins import folder_of, place_of
 from toolkit.data.packing import PackedDataset
 from toolkit.data.sources import Kind, load_problem, load_source
 from toolkit.data.store import TokenStore
@@ -158,11 +158,6 @@ class StreamedRows:
     shuffle_buffer: int
     seed: int
     check: Callable[[int, str], None]
-
-    @property
-    def per_token(self) -> bool:
-        """Whether labels are those of tokens, as they always are."""
-        return True
 
     @property
     def fitting(self) -> LongRows:
@@ -492,6 +487,9 @@ class _Place:
 
     def of(self, index: int) -> tuple[str, str]:
         return self.source.key, self.words(index)
+
+    def folder(self, index: int) -> Path:
+        return folder_of(self.source.facts)
 
     def words(self, index: int) -> str:
         if self.size == 1:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from toolkit.config.job import LossOn
+from toolkit.dataset_inspection.image_messages import texts_of
 from toolkit.errors import Problem
 from toolkit.io import parse_json
 
@@ -198,12 +199,19 @@ def dropped(messages: Messages, tools: Any, whole: str, render: Render) -> str |
             if _renders(render, [*messages[:index], rest, *messages[index + 1 :]], tools) == whole:
                 return f"messages[{index}].{key}"
         content = message.get("content")
-        if content and content.strip() and content.strip() not in whole:
+        if any(text.strip() and text.strip() not in whole for text in texts_of(content)):
             # The content may be rendered escaped, as in JSON: then changing it changes the rendering.
-            changed = {**message, "content": content + _MARK}
+            changed = {**message, "content": _changed(content)}
             if _renders(render, [*messages[:index], changed, *messages[index + 1 :]], tools) == whole:
                 return f"messages[{index}].content"
     return None
+
+
+def _changed(content: Any) -> Any:
+    """Return a message's content with another text."""
+    if isinstance(content, str):
+        return content + _MARK
+    return [{**item, "text": item["text"] + _MARK} if item["type"] == "text" else item for item in content]
 
 
 def _renders(render: Render, messages: Messages, tools: Any) -> str | None:

@@ -15,6 +15,7 @@ from toolkit.bounded import MEMORY_BYTES, SECONDS, OutOfBoundsError, call_bounde
 from toolkit.config.job import Data
 from toolkit.config.paths import path_kind, shown
 from toolkit.dataset_inspection.formats import Format
+from toolkit.dataset_inspection.image_messages import as_lists
 from toolkit.errors import DataError, Problem
 from toolkit.units import format_bytes
 
@@ -88,10 +89,12 @@ class ChatTemplate:
     Args:
         text: Jinja template.
         eos_token: EOS token of the tokenizer; None if it has none.
+        lists: Whether it is of a model that reads images, and so gets content as lists.
     """
 
     text: str
     eos_token: str | None = None
+    lists: bool = False
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -108,6 +111,7 @@ class ChatTemplate:
             Exception: Any other error in the template.
         """
         marks = {} if self.eos_token is None else {"eos_token": self.eos_token}
+        messages = as_lists(messages) if self.lists else messages
         rendered: str = self._compiled.render(
             messages=messages, tools=tools, documents=None, add_generation_prompt=False, **marks
         )

@@ -23,6 +23,7 @@ from toolkit.dataset_inspection.chat_template import (
     is_template_fault,
     refused_problem,
 )
+from toolkit.dataset_inspection.image_messages import text_fault
 from toolkit.dataset_inspection.layouts import Layout
 from toolkit.errors import Problem, first_line
 from toolkit.units import format_bytes
@@ -67,9 +68,12 @@ def conversation_problems(
     shapes: set[str] = set()
     for line, record in conversations(records, layout):
         where = f"{name}, record at line {line}"
-        if (fault := learning_fault(record["messages"], loss_on)) is not None:
-            fix = "Correct or remove the key"
+        reads_text = template is not None and not template.lists
+        fault = text_fault(record["messages"]) if reads_text else None
+        if (fault := fault or learning_fault(record["messages"], loss_on)) is not None:
+            fix = "Correct it, or remove the key or the record"
             found.setdefault("fault", Problem(code="DATA_TYPE", key=key, message=f"{where}: {fault}", fix=fix))
+            continue
         record = {**record, "messages": with_system_prompt(record["messages"], system_prompt)}
         # What a template renders depends on the roles and keys: here one record of each kind is checked for the others,
         # and every record when it is tokenised.

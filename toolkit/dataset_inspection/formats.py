@@ -1,4 +1,4 @@
-"""The formats of documents: the columns of each, and the checks of its records."""
+"""The three document formats: the columns of each, and the checks of its records."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from toolkit.config.job import Data, EvalSource, LossOn
+from toolkit.dataset_inspection.image_messages import content_fault
 from toolkit.errors import Problem
 
-Format = Literal["text", "prompt_completion", "messages", "tokens", "text_label", "tokens_tags"]
+Format = Literal["text", "prompt_completion", "messages", "tokens"]
 FORMAT_COLUMNS: dict[Format, tuple[str, ...]] = {
     "text": ("text",),
     "prompt_completion": ("prompt", "completion"),
     "messages": ("messages",),
     "tokens": ("input_ids",),
-    "text_label": ("text", "label"),
-    "tokens_tags": ("tokens", "tags"),
 }
-# Those of classifiers, which a source has only if its job's task asks for it: others read the same columns.
-LABEL_FORMATS: tuple[Format, ...] = ("text_label", "tokens_tags")
 # A message that calls a tool may have no content.
 _CALLS = ("tool_calls", "function_call")
 LOSS_ON_FORMAT: dict[LossOn, Format] = {
@@ -41,10 +38,6 @@ def record_fault(record: Mapping[str, Any], format_: Format) -> str | None:
         return _messages_fault(record.get("messages"))
     if format_ == "tokens":
         return _tokens_fault(record)
-    if format_ == "text_label":
-        return _labelled_fault(record)
-    if format_ == "tokens_tags":
-        return _tagged_fault(record)
     for column in FORMAT_COLUMNS[format_]:
         if not isinstance(value := record.get(column), str):
             return f"{column} is {kind_of(value)}, not a string"
@@ -87,6 +80,32 @@ def section_problems(data: Data) -> list[Problem]:
     return problems
 
 
+def image_data_problems(data: Data) -> list[Problem]:
+    """Return the problems DATA_IMAGES of a data section whose documents have images."""
+    problems = []
+    if data.packing != "none":
+        message = f"packing={data.packing} with task=image-text-to-text: documents with images are not joined"
+        fix = "Set data.packing to none"
+        problems.append(Problem(code="DATA_IMAGES", key="data.packing", message=message, fix=fix))
+    if data.long_rows == "split":
+        message = (
+            "long_rows=split with task=image-text-to-text: a part of a document would lack the images of the others"
+        )
+        fix = "Set data.long_rows to truncate, refuse or drop"
+        problems.append(Problem(code="DATA_IMAGES", key="data.long_rows", message=message, fix=fix))
+    if data.streaming:
+        message = "streaming=true with task=image-text-to-text: the tokens of images are counted before training"
+        problems.append(
+            Problem(code="DATA_IMAGES", key="data.streaming", message=message, fix="Set data.streaming to false")
+        )
+    if data.preprocess is not None:
+        message = "preprocess with task=image-text-to-text: what it returns is kept as JSON, which has no images"
+        problems.append(
+            Problem(code="DATA_IMAGES", key="data.preprocess", message=message, fix="Remove data.preprocess")
+        )
+    return problems
+
+
 def loss_on_problem(loss_on: LossOn, format_: Format, *, key: str = "data.loss_on") -> Problem | None:
     """Return the problem DATA_LOSS_ON if the format has no tokens of the kind that `data.loss_on` names."""
     needed = "messages" if isinstance(loss_on, tuple) else LOSS_ON_FORMAT.get(loss_on, format_)
@@ -121,29 +140,6 @@ def _tokens_fault(record: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _labelled_fault(record: Mapping[str, Any]) -> str | None:
-    for column in ("text", "text_pair"):
-        value = record.get(column)
-        if not isinstance(value, str) and not (column == "text_pair" and value is None):
-            return f"{column} is {kind_of(value)}, not a string"
-    return "label is absent or null" if record.get("label") is None else None
-
-
-def _tagged_fault(record: Mapping[str, Any]) -> str | None:
-    words, tags = record.get("tokens"), record.get("tags")
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        return (
-            f"tokens is {kind_of(words)}, not a list of strings"
-            if not isinstance(words, list)
-            else "tokens has an item that is not a string"
-        )
-    if not isinstance(tags, list):
-        return f"tags is {kind_of(tags)}, not a list of as many tags as tokens"
-    if len(words) != len(tags):
-        return f"there are {len(words)} tokens and {len(tags)} tags"
-    return "a tag is null" if None in tags else None
-
-
 def _messages_fault(messages: Any) -> str | None:
     if not isinstance(messages, list):
         return f"messages is {kind_of(messages)}, not a list of {{role, content}}"
@@ -155,7 +151,10 @@ def _messages_fault(messages: Any) -> str | None:
         if not isinstance(message.get("role"), str):
             return f"messages[{index}].role is {kind_of(message.get('role'))}, not a string"
         content = message.get("content")
-        if not isinstance(content, str) and not (content is None and any(map(message.get, _CALLS))):
+        if isinstance(content, list):
+            if (fault := content_fault(content, at=f"messages[{index}]")) is not None:
+                return fault
+        elif not isinstance(content, str) and not (content is None and any(map(message.get, _CALLS))):
             return f"messages[{index}].content is {kind_of(content)}, not a string"
     return None
 

@@ -136,7 +136,7 @@ def _data_rows(plan: Plan) -> list[tuple[str, str]]:
         return [("source", "a script of the user's")]
     learned = data.loss_on if isinstance(data.loss_on, str) else ", ".join(data.loss_on)
     rows = [("source", f"{name} ({said})" if said else name) for name, said in _sources(plan)]
-    return [*rows, ("packing", plan.packing), ("loss on", learned)]
+    return [*rows, ("packing", data.packing), ("loss on", learned)]
 
 
 def _setting_rows(plan: Plan, report: ExportReport) -> list[tuple[str, str]]:

@@ -22,14 +22,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from toolkit.arguments import checks_arguments
-from toolkit.config.job import CLASSIFYING, ExpertSharding, Fp8, Fsdp2, Kept, Kernels, Lora, Loss, Task
+from toolkit.config.job import ExpertSharding, Fp8, Fsdp2, Kept, Kernels, Lora, Loss, Task
 from toolkit.context_parallel.apply import apply_context_parallel
 from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
 from toolkit.distributed.deepspeed_private import mark_leaf
 from toolkit.distributed.world import World
 from toolkit.errors import PlanError, Problem, raise_all
-from toolkit.introspect import decoder_layers, tied_keys
+from toolkit.introspect import decoder_layers, tied_keys, vision_tower
 from toolkit.launch.packages import LIGER_KERNELS
 from toolkit.modeling.adapter_folder import load_adapter
 from toolkit.modeling.architecture import DTYPES, construct, import_architecture, model_config
@@ -62,12 +62,14 @@ class BuildOptions:
 
     Args:
         dtype: Data type of the parameters.
+        task: What the model is trained to do, which decides its class.
         trust_remote_code: Whether the model's own code may run.
         sequence_parallel: Whether tensor ranks also hold shards of the sequence between the sharded layers.
         experts: How tensor ranks share stacked experts.
         quantized: Whether the linear layers but the head hold NF4 (QLoRA).
         lora: LoRA section; None trains all parameters.
         freeze: Regular expressions for the names of weights that are not trained.
+        freeze_vision: Whether the vision tower is not trained, and with adapters the language model alone has some.
         seed: Seed of the adapters.
         fp8: How the decoder layers' linear modules multiply in float8; None where they do not.
         fp8_emulated: Whether they do so without float8 kernels, as on a CPU.
@@ -83,16 +85,17 @@ class BuildOptions:
         compute_loss: Name of the user's loss function.
         neftune: Scale of the noise on the embeddings in training.
         grows: Whether the embeddings have more rows than the pretrained ones.
-        task: What the model is trained to do, which decides its class.
     """
 
     dtype: torch.dtype = torch.bfloat16
+    task: Task = "causal-lm"
     trust_remote_code: bool = False
     sequence_parallel: bool = False
     experts: ExpertSharding = "sliced"
     quantized: bool = False
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
+    freeze_vision: bool = False
     seed: int = 0
     fp8: Fp8 | None = None
     fp8_emulated: bool = False
@@ -108,7 +111,6 @@ class BuildOptions:
     compute_loss: str | None = None
     neftune: float = 0.0
     grows: bool = False
-    task: Task = "causal-lm"
 
     @property
     def error_rank(self) -> int:
@@ -117,23 +119,20 @@ class BuildOptions:
         corrects = lora is not None and lora.init_lora_weights == "loftq"
         return max(lora.r, *lora.rank_pattern.values(), 0) if lora is not None and corrects else 0
 
-    @property
-    def head_seed(self) -> int | None:
-        """Seed of a classifier's head that the pretrained weights lack; None where they must have all."""
-        return self.seed if self.task in CLASSIFYING else None
-
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> Self:
         """Return the options of a plan; `others` are those that a subclass adds, or values in place of the plan's."""
         train, settings = plan.job.train, plan.settings
         values: dict[str, Any] = {
             "dtype": DTYPES[settings.dtype],
+            "task": settings.task,
             "trust_remote_code": plan.job.model.trust_remote_code,
             "sequence_parallel": settings.sequence_parallel,
             "experts": settings.experts,
             "quantized": train.method == "qlora",
             "lora": None if train.method == "full" else train.adapters,
             "freeze": train.freeze,
+            "freeze_vision": settings.freeze_vision,
             "seed": train.seed,
             "fp8": train.float8 if settings.precision == "fp8" else None,
             "fp8_emulated": plan.on_cpu,
@@ -149,7 +148,6 @@ class BuildOptions:
             "compute_loss": train.compute_loss,
             "neftune": train.neftune_noise_alpha,
             "grows": plan.job.model.resizes,
-            "task": settings.task,
         }
         return cls(**values | others)
 
@@ -178,7 +176,7 @@ def build_model(
         A `PreTrainedModel`, or a `peft.PeftModel` around one.
 
     Raises:
-        SpecError: MODEL_CLASS when transformers has no class of this configuration for the task.
+        SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
         PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS,
             LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE, FP8_PACKAGE, FP8_CAPABILITY, FP8_LAYERS,
             KERNELS_PACKAGE, KERNELS_MODEL, QLORA_PACKAGE, QLORA_LAYERS; with tensor ranks also those of `apply_tensor_parallel`, with stages those of
@@ -219,9 +217,7 @@ def build_model(
         allocate(model, device=device)
     elif world is None or world.grid.size("model") == 1:
         with _partitioned(plan, dp_group), torch.device(device), no_init_weights():
-            model = construct(
-                config, dtype=options.dtype, trust_remote_code=options.trust_remote_code, task=options.task
-            )
+            model = _construct(config, options)
     else:
         dense, model = _twins(config, options)
         part = plan.stage(world.coordinate.pp) if world.grid.pp > 1 else None
@@ -231,15 +227,7 @@ def build_model(
     if weights is None:
         initialize_weights(model, seed=options.seed, dense=dense)
     else:
-        load_pretrained(
-            model,
-            weights,
-            group=dp_group,
-            dense=dense,
-            grows=options.grows,
-            head_seed=options.head_seed,
-            progress=on_progress,
-        )
+        load_pretrained(model, weights, group=dp_group, dense=dense, grows=options.grows, progress=on_progress)
     context_group = None if world is None else world.context_group
     adapted = finish_model(add_adapters(model, options), options, context_group=context_group)
     if options.lora is not None and options.lora.adapter is not None:
@@ -319,7 +307,6 @@ def _build_sharded(
         weights=weights,
         seed=options.seed,
         grows=options.grows,
-        head_seed=options.head_seed,
         deviates=options.lora is not None and options.lora.init_lora_weights == "gaussian",
         group=world.dp_group,
         progress=on_progress,
@@ -346,7 +333,11 @@ def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
 def construct_empty(config: PreTrainedConfig, options: BuildOptions) -> PreTrainedModel:
     """Construct the whole model on the meta device, its weights not tied yet."""
     with no_init_weights(), torch.device("meta"):
-        return construct(config, dtype=options.dtype, trust_remote_code=options.trust_remote_code, task=options.task)
+        return _construct(config, options)
+
+
+def _construct(config: PreTrainedConfig, options: BuildOptions) -> PreTrainedModel:
+    return construct(config, dtype=options.dtype, trust_remote_code=options.trust_remote_code, task=options.task)
 
 
 def shard_model(
@@ -378,12 +369,12 @@ def add_adapters(model: PreTrainedModel, options: BuildOptions) -> Any:
         PlanError: WEIGHTS_PATTERN if a pattern finds no weight, or all of them are frozen; those of `apply_lora`.
     """
     model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
-    if options.task == "seq2seq-lm":
-        for module in model.modules():  # encoder and decoder have copies of the configuration
-            if isinstance(getattr(module, "config", None), PreTrainedConfig):
-                module.config.use_cache = False
     freeze_weights(model, options.freeze)
-    return model if options.lora is None else apply_lora(model, options.lora, seed=options.seed, task=options.task)
+    if options.freeze_vision:
+        vision_tower(model)[1].requires_grad_(False)
+    if options.lora is None:
+        return model
+    return apply_lora(model, options.lora, seed=options.seed, language_alone=options.freeze_vision)
 
 
 def freeze_weights(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from toolkit.config.fields import (
     ZeroStage,
     adapter_of,
 )
-from toolkit.config.job import Attention, Dtype, ExpertSharding, Job, Kernels, Precision, ProblemType, Task
+from toolkit.config.job import Attention, Dtype, ExpertSharding, Job, Kernels, Precision, Task
 from toolkit.planning.batch import Batch
 
 Source = Literal["job", "default", "derived", "deepspeed", "planner"]
@@ -74,8 +74,9 @@ class Settings:
         virtual_stages: Stages of each rank of a pipeline.
         partition: Decoder layers of each stage, first to last; empty without a pipeline.
         task: What the model is trained to do.
-        num_labels: Classes of a classifier, or values of a regression; 0 for other tasks.
-        problem_type: What a classifier of sequences learns; None for other tasks.
+        freeze_vision: Whether a model that reads images keeps what turns them into numbers.
+        images_per_sample: Images of each sample that the estimate counts; 0 for text alone.
+        image_size: Their width and height in pixels; empty for text alone.
     """
 
     batch: Batch
@@ -106,15 +107,9 @@ class Settings:
     virtual_stages: Count = 1
     partition: tuple[Count, ...] = ()
     task: Task = "causal-lm"
-    num_labels: NonNegativeCount = 0
-    problem_type: ProblemType | None = None
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics that each evaluation has."""
-        if not self.num_labels:
-            return ("loss",)
-        return ("loss", "mse", "mae") if self.problem_type == "regression" else ("loss", "accuracy", "f1")
+    freeze_vision: bool = False
+    images_per_sample: NonNegativeCount = 0
+    image_size: tuple[Count, ...] = ()
 
     @property
     def dtype(self) -> Dtype:
@@ -153,7 +148,8 @@ class Settings:
             TypeError: A key is missing or unknown.
             ValueError: A value has the wrong type or lies outside its range.
         """
-        made = cls(**{**value, "batch": Batch(**value["batch"]), "partition": tuple(value.get("partition", ()))})
+        lists = {name: tuple(value.get(name, ())) for name in ("partition", "image_size")}
+        made = cls(**{**value, "batch": Batch(**value["batch"]), **lists})
         adapter_of(cls).validate_json(json.dumps(value), strict=True)
         return made
 
@@ -215,8 +211,9 @@ def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> li
         "parallel.pipeline_schedule": (job.parallel.pipeline_schedule, settings.pipeline_schedule),
         "parallel.virtual_stages": (job.parallel.virtual_stages, settings.virtual_stages),
         "model.task": (job.model.task, settings.task),
-        "model.num_labels": (job.model.num_labels, settings.num_labels),
-        "model.problem_type": (job.model.problem_type, settings.problem_type),
+        "train.freeze_vision": (train.freeze_vision, settings.freeze_vision),
+        "train.images_per_sample": (train.images_per_sample, settings.images_per_sample),
+        "train.image_size": (train.image_size and list(train.image_size), list(settings.image_size)),
         "model.init": (job.model.init, settings.init),
         "deepspeed.zero_optimization.sub_group_size": (None, settings.sub_group_size),
         "deepspeed.zero_optimization.reduce_bucket_size": (None, settings.reduce_bucket_size),

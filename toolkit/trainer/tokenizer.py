@@ -13,10 +13,10 @@ from toolkit.planning.trainable import tokenizer_not_found, tokenizer_source
 
 @checks_arguments
 def load_tokenizer(plan: Plan) -> Any:
-    """Return the `transformers` tokenizer that belongs to the plan's model.
+    """Return the `transformers` tokenizer that belongs to the plan's model; of one that reads images its processor, as a tokenizer.
 
     Raises:
-        SpecError: TOKENIZER_NOT_FOUND when neither the model nor `model.tokenizer` has one; TOKENIZER_INVALID when a
+        PlanError: IMAGES_PACKAGE. SpecError: PROCESSOR_INVALID; TOKENIZER_NOT_FOUND when neither the model nor `model.tokenizer` has one; TOKENIZER_INVALID when a
             chat template is not text.
     """
     from transformers import AutoTokenizer
@@ -24,6 +24,15 @@ def load_tokenizer(plan: Plan) -> Any:
     model = plan.job.model
     source = tokenizer_source(plan.job, plan.model)
     revision = model.revision if model.tokenizer is None else None
+    if plan.settings.task == "image-text-to-text":
+        from toolkit.data.processor import load_processor
+
+        return load_processor(
+            source,
+            model_type=plan.model.model_type,
+            revision=revision,
+            trust_remote_code=model.trust_remote_code,
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:

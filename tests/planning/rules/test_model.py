@@ -70,8 +70,8 @@ def test_soft_capped_scores_need_a_kernel_that_caps() -> None:
 
 @pytest.mark.parametrize("to_run", [True, False], ids=["validate", "estimate"])
 def test_another_task_is_refused_for_an_estimate_as_well(to_run: bool) -> None:
-    with pytest.raises(PlanError, match="task=image-text-to-text") as caught:
-        plan_with(model_with(model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"]), to_run=to_run)
+    with pytest.raises(PlanError, match="task=sequence-classification") as caught:
+        plan_with(model_with(architectures=["LlamaForSequenceClassification"]), to_run=to_run)
     assert caught.value.codes == ("TASK_UNSUPPORTED",)
 
 

@@ -91,7 +91,7 @@ def loading(plan: Plan, *, dtype: Dtype | None = None) -> Loading:
     trusted = plan.job.model.trust_remote_code
     task = plan.settings.task
     import_architecture(config, trust_remote_code=trusted, task=task)
-    model = construct_empty(config, BuildOptions(dtype=DTYPES[asked], trust_remote_code=trusted, task=task))
+    model = construct_empty(config, BuildOptions(dtype=DTYPES[asked], task=task, trust_remote_code=trusted))
     targets = {name: weight.detach() for name, weight in model.named_parameters()}
     kept = left = most = 0
     for layer, count in _distinct_layers(targets):

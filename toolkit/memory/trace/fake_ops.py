@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 collectives: Any = torch.ops._c10d_functional
@@ -49,6 +51,71 @@ def inplace_collectives(function: Any, args: Sequence[Any], kwargs: Mapping[str,
     if function is aten.randint.generator and not args[1]:
         return torch.tensor(0)
     return NotImplemented
+
+
+# Elements up to which values are computed: above, only masks of attention are so large, and nothing reads their values.
+_MOST_ELEMENTS = 2**26
+_FILLED = (aten.zeros.default, aten.ones.default, aten.full.default)
+_COUNTED = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+
+
+def known_values(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Compute what depends on integers alone, such as places of images and sizes of their grids, which models read on the host.
+
+    Of counts that are not known, none is the one that is asked for: no image of a batch is padding, all of whose pixels are 0.
+
+    Source:
+        transformers vision_utils.py; models/qwen2_5_vl/modeling_qwen2_5_vl.py get_rope_index;
+        models/idefics3/modeling_idefics3.py get_image_features.
+    """
+    if function in _INDEXED and (found := _indexed(function, args, kwargs)) is not NotImplemented:
+        return found
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        if function is aten.ne.Scalar and args[0].ndim == 1 and args[0].dtype == torch.int64:
+            with unset_fake_temporarily():
+                return torch.ones(args[0].shape, dtype=torch.bool)
+        return NotImplemented
+    if not tensors and not _makes_integers(function, args, kwargs):
+        return NotImplemented
+    if _elements(function, args, tensors) > _MOST_ELEMENTS:
+        return NotImplemented
+    with unset_fake_temporarily():
+        return function(*args, **kwargs)
+
+
+def _indexed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Take or put elements by masks: by where they are true, if that is known."""
+    base, places, *rest = args
+    masks = [place for place in places if place is not None and place.dtype == torch.bool]
+    if not masks or any(isinstance(mask, FakeTensor) for mask in masks) or not isinstance(base, FakeTensor):
+        return NotImplemented
+    numbers: list[Any] = []
+    for place in places:
+        is_mask = place is not None and place.dtype == torch.bool
+        with unset_fake_temporarily():
+            numbers += place.nonzero(as_tuple=True) if is_mask else [place]
+    return function(base, numbers, *rest, **kwargs)
+
+
+def _makes_integers(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    dtype = kwargs.get("dtype")
+    if function not in (*_FILLED, *_COUNTED):
+        return False
+    if dtype is not None:
+        return not dtype.is_floating_point
+    return function in _COUNTED and all(isinstance(each, int) for each in args)
+
+
+def _elements(function: Any, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> int:
+    """Return about how many elements an operation reads or returns."""
+    if not tensors:
+        return torch.Size(args[0]).numel() if function in _FILLED else 0
+    try:
+        return torch.Size(torch.broadcast_shapes(*(tensor.shape for tensor in tensors))).numel()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # such as of a concatenation
+        return max(tensor.numel() for tensor in tensors)
 
 
 # Products whose operands a card takes in one type alone; fake tensors promote them, so that a trace would pass what fails in a run.

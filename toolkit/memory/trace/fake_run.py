@@ -39,11 +39,17 @@ from toolkit.memory.trace.extrapolate import (
     expand_paths,
 )
 from toolkit.memory.trace.failure import trace_failed
-from toolkit.memory.trace.fake_ops import FakeOpRule, disable_layer_dropout, inplace_collectives, same_types
+from toolkit.memory.trace.fake_ops import (
+    FakeOpRule,
+    disable_layer_dropout,
+    inplace_collectives,
+    known_values,
+    same_types,
+)
 from toolkit.memory.trace.fake_results import fake_like
 from toolkit.memory.trace.representatives import LayerStack, find_stacks, in_adapters, prune_layers
 from toolkit.memory.trace.segments import LayerSegmenter, StageBoundary
-from toolkit.memory.trace.spec import BOTH_LENGTHS, PADDED, TraceSpec
+from toolkit.memory.trace.spec import PADDED, TraceSpec
 from toolkit.memory.trace.stage_layers import WholeModel, prune_to_part
 from toolkit.modeling.build import add_adapters, construct_empty, finish_model, shard_model
 from toolkit.modeling.checkpointing import layers_to_checkpoint
@@ -120,6 +126,8 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                     own = RowsOfRank(empty.config, spec.routing, num_ranks=num_owners)
                 rules: list[FakeOpRule] = [disable_layer_dropout, inplace_collectives]
                 rules += [rule for rule in (looped, own) if rule is not None]
+                if spec.images is not None:
+                    rules.append(known_values)
                 losses = _losses(spec, made, tp_group)
                 compiled = CompiledStacks.of(spec, made.model, made.stacks) if spec.torch_compile else None
                 runs = []
@@ -149,7 +157,6 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                         *recurrence.describe(),
                         *(() if compiled is None else compiled.describe()),
                         *((PADDED,) if spec.packing == "none" else ()),
-                        *((BOTH_LENGTHS,) if spec.task == "seq2seq-lm" else ()),
                         *(
                             [f"kernels={spec.kernels} does not replace: {', '.join(made.unfused)}"]
                             if made.unfused
@@ -265,8 +272,6 @@ def configured(spec: TraceSpec, config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of a configuration with the attention that is traced."""
     own = copy.deepcopy(config)
     own._attn_implementation = spec.attention
-    if spec.task == "sequence-classification" and own.pad_token_id is None:
-        own.pad_token_id = 0  # a run has that of its data
     return own
 
 
@@ -426,7 +431,7 @@ def _losses(spec: TraceSpec, made: FakeModel, tp_group: dist.ProcessGroup | None
         loss=spec.loss, label_smoothing_factor=spec.label_smoothing, z_loss=spec.z_loss, compute_loss=spec.compute_loss
     )
     part = SequenceSlice(rank=0, size=spec.context) if spec.context > 1 else None
-    return StepLoss.of(told, config=config, tp_group=tp_group, vocab_size=vocab_size, part=part, task=spec.task)
+    return StepLoss.of(told, config=config, tp_group=tp_group, vocab_size=vocab_size, part=part)
 
 
 def _loss(spec: TraceSpec, losses: StepLoss, outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,8 @@ from torch import nn
 
 from toolkit.introspect import layer_lists
 
+# Attributes of vision towers that name layers by their indices: those with whole attention, and those whose output is used too.
+_BY_INDEX = ("fullatt_block_indexes", "deepstack_visual_indexes")
 # Module path inside a layer and attribute that numbers it, with the distance from the layer's index.
 Numbering = dict[tuple[str, str], int]
 
@@ -64,17 +66,39 @@ def find_stacks(
         if all_layers:
             kept = stands_for = tuple(range(count))
         else:
-            kept, stands_for = select_representatives(kinds_of(model, layers, checkpointed=checkpointed))
+            kept, stands_for = select_representatives(kinds_of(model, layers, checkpointed=checkpointed, prefix=name))
         stacks.append(LayerStack(prefix=name, kept=kept, stands_for=stands_for))
     return stacks
 
 
-def kinds_of(model: nn.Module, layers: nn.ModuleList, *, checkpointed: Sequence[nn.Module] = ()) -> list[Hashable]:
-    """Return the kind of each layer of a list: structure, entries in the configuration's lists, and whether it recomputes."""
+def kinds_of(
+    model: nn.Module, layers: nn.ModuleList, *, checkpointed: Sequence[nn.Module] = (), prefix: str = ""
+) -> list[Hashable]:
+    """Return the kind of each layer of a list: structure, entries in the configuration's lists, place, and whether it recomputes."""
     numbering = numbering_of(layers)
     types = layer_types(model, len(layers))
     recompute = set(map(id, checkpointed))
-    return [(_structure(layer, numbering), types[index], id(layer) in recompute) for index, layer in enumerate(layers)]
+    places = _places(model, prefix, len(layers))
+    return [
+        (_structure(layer, numbering), types[index], places[index], id(layer) in recompute)
+        for index, layer in enumerate(layers)
+    ]
+
+
+def _places(model: Any, prefix: str, count: int) -> list[Hashable]:
+    """Return what the module around a list of layers does with each by its index alone, as vision towers do.
+
+    Source:
+        transformers models/qwen2_5_vl/modeling_qwen2_5_vl.py (whole attention), models/qwen3_vl/modeling_qwen3_vl.py (features
+        that the first decoder layers add).
+    """
+    owner = model.get_submodule(prefix.rpartition(".")[0]) if prefix else model
+    whole, taken = (getattr(owner, name, None) or () for name in _BY_INDEX)
+    tower = getattr(getattr(model, "config", None), "vision_config", None)
+    added = 0 if taken else len(getattr(tower, _BY_INDEX[1], None) or ())
+    return [
+        (index in whole, index if index in taken else None, index if index < added else None) for index in range(count)
+    ]
 
 
 def select_representatives(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -157,6 +181,10 @@ def _renumber(model: nn.Module, stack: LayerStack, numbering: Numbering) -> None
             if path in modules and hasattr(modules[path], attribute):
                 setattr(modules[path], attribute, position + shift)
     _select(_config_of(model, stack.prefix), stack)
+    owner: Any = model.get_submodule(stack.prefix.rpartition(".")[0])
+    for name in _BY_INDEX:
+        if (listed := getattr(owner, name, None)) is not None:
+            setattr(owner, name, [position for position, index in enumerate(stack.kept) if index in listed])
 
 
 def in_adapters(model: nn.Module, stack: LayerStack) -> LayerStack:

@@ -13,12 +13,12 @@ from toolkit.planning.rules import (
     fp8,
     grid,
     hardware,
+    images,
     kernels,
     model,
     pipeline,
     recomputation,
     strategy,
-    tasks,
     tensor,
     training,
     zero,
@@ -28,7 +28,6 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 Rule = Callable[[UncheckedPlan], Iterable[Problem]]
 
 RULES: tuple[Rule, ...] = (
-    *tasks.RULES,
     *model.RULES,
     *hardware.RULES,
     *grid.RULES,
@@ -44,6 +43,7 @@ RULES: tuple[Rule, ...] = (
     *data.RULES,
     *deepspeed.RULES,
     *strategy.RULES,
+    *images.RULES,
 )
 
 # Additional rules for a plan that is to run.
