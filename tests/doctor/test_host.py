@@ -11,32 +11,18 @@ from pathlib import Path
 import pytest
 
 from toolkit.doctor.host import (
-    Memory,
     host_findings,
     limit_findings,
     memory_findings,
-    read_memory,
     shared_memory_findings,
 )
+from toolkit.launch.ram import Memory
 from toolkit.units import GIB
 
 
-def test_the_limit_of_a_container_in_both_versions(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
-    (tmp_path / "memory.current").write_text(f"{7 * GIB}\n")
-    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2 * GIB}\n")
-    read = read_memory(tmp_path)
-    assert (read.limit_bytes, read.used_of_limit_bytes) == (8 * GIB, 5 * GIB)
-    assert read.left_bytes == min(3 * GIB, read.free_bytes)
-    codes = [finding.code for finding in memory_findings(read)]
-    assert codes == ["MEMORY_LIMIT", "MEMORY_LOW"]
-    (tmp_path / "memory.max").write_text("max\n")
-    assert read_memory(tmp_path).limit_bytes is None
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(str(4 * GIB))
-    assert read_memory(tmp_path).limit_bytes == 4 * GIB
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712")
-    assert read_memory(tmp_path).limit_bytes is None
+def test_a_limit_and_little_memory_are_told() -> None:
+    memory = Memory(total_bytes=64 * GIB, free_bytes=60 * GIB, limit_bytes=8 * GIB, used_of_limit_bytes=5 * GIB)
+    assert [finding.code for finding in memory_findings(memory)] == ["MEMORY_LIMIT", "MEMORY_LOW"]
     assert list(memory_findings(Memory(total_bytes=64 * GIB, free_bytes=60 * GIB))) == []
 
 

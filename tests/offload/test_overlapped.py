@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
-from ranks import leave_group, run_distributed
+from ranks import RankError, leave_group, run_distributed
 from tiny_plans import RANKS, step_batches, tiny_plan
 
 import toolkit as tk
@@ -162,3 +164,40 @@ def test_what_fails_in_the_thread_ends_the_run(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(MemoryError, match="no room"):
             run.step(step_batches(1, ranks=1)[0])
     assert not [thread for thread in threading.enumerate() if thread.name == "toolkit-host-step"]
+
+
+def train_until_killed(rank: int, folder: str) -> None:
+    """Saves after a few steps, and dies on rank 1 amid a later update: some of its weights are new, the others old."""
+    leave_group()
+    real, calls = overlapped.step, []
+
+    def kill(*args: Any, **named: Any) -> None:
+        calls.append(threading.current_thread().name)
+        if len(calls) == 2:
+            Path(folder, "died-in").write_text(calls[-1])
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(*args, **named)
+
+    with tk.initialize(plan_of("fp32", "overlapped")) as run:
+        for step in range(STEPS):
+            if step == SAVED + 1 and rank == 1:
+                overlapped.step = kill
+            run.step(step_batches(step, ranks=RANKS)[rank][:2])
+            if step + 1 == SAVED:
+                tk.save(run, Path(folder) / "saved")
+
+
+def resume_killed(rank: int, folder: str) -> list[float]:
+    leave_group()
+    return resume(rank, "fp32", "overlapped", Path(folder) / "saved")
+
+
+@pytest.mark.gloo
+def test_a_rank_killed_amid_an_update_leaves_the_checkpoint_before_it_whole(
+    found: list[dict[Any, Any]], tmp_path: Path
+) -> None:
+    with pytest.raises(RankError, match=r"rank|died"):
+        run_distributed(train_until_killed, RANKS, str(tmp_path))
+    assert (tmp_path / "died-in").read_text() == "toolkit-host-step"
+    for rank, losses in enumerate(run_distributed(resume_killed, RANKS, str(tmp_path))):
+        assert losses == found[rank]["fp32", "overlapped"]["losses"][SAVED:]

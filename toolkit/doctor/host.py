@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from toolkit.doctor.findings import Finding, found
 from toolkit.launch.environment import available_cpus
 from toolkit.launch.nvme import may_lock
+from toolkit.launch.ram import Memory, read_memory
 from toolkit.units import GIB, format_bytes, whole_number
 
 # Below this a 1B model is hardly loaded: torch and DeepSpeed take 1.5 GiB a rank, pinned buffers and data the rest.
@@ -20,62 +18,6 @@ _LEAST_FREE_BYTES = 4 * GIB
 # NCCL takes up to 10 MiB a rank and channel, loaders what their batches take; docker's default is 64 MiB.
 _LEAST_SHARED_BYTES = GIB
 _LEAST_FILES = 4096
-# Start of a limit that means none, in cgroup v1 (memory.limit_in_bytes is the largest number of pages).
-_NO_LIMIT_BYTES = 2**60
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """RAM: of the machine, free of it, and the limit of the container with what it has used; None without one."""
-
-    total_bytes: int
-    free_bytes: int
-    limit_bytes: int | None = None
-    used_of_limit_bytes: int = 0
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes that a run can have: the free ones, within the limit."""
-        left = self.free_bytes
-        return left if self.limit_bytes is None else max(0, min(left, self.limit_bytes - self.used_of_limit_bytes))
-
-
-def read_memory(cgroup: Path = _CGROUP) -> Memory:
-    """Read RAM and the container's limit: cgroup v2's files, else v1's.
-
-    Source:
-        Linux Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst.
-    """
-    ram = psutil.virtual_memory()
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        limit = _number(cgroup / limit_file)
-        if limit is not None and limit < min(_NO_LIMIT_BYTES, ram.total):
-            used = (_number(cgroup / used_file) or 0) - _cached(cgroup / limit_file)
-            return Memory(
-                total_bytes=ram.total, free_bytes=ram.available, limit_bytes=limit, used_of_limit_bytes=max(0, used)
-            )
-    return Memory(total_bytes=ram.total, free_bytes=ram.available)
-
-
-def _cached(limit_file: Path) -> int:
-    """Return the bytes of files in memory, which count as used and are given up when a process needs them."""
-    try:
-        lines = (limit_file.parent / "memory.stat").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    counts = dict(line.split()[:2] for line in lines if len(line.split()) == 2)
-    return int(counts.get("inactive_file", counts.get("total_inactive_file", 0)))
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no such cgroup, or "max"
-        return None
 
 
 def host_findings(*, num_cards: int, environment: Mapping[str, str] | None = None) -> Iterator[Finding]:

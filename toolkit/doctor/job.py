@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from toolkit.doctor.cards import Reading
 from toolkit.doctor.findings import Finding, found
-from toolkit.doctor.host import read_memory
 from toolkit.doctor.kinds import Level
 from toolkit.errors import Problem, ToolkitError
 from toolkit.io import nearest_folder
@@ -16,6 +15,7 @@ from toolkit.launch.devices import card_problems, chosen_cards
 from toolkit.launch.local import check_machine
 from toolkit.launch.output_lock import use_problems, write_problems
 from toolkit.launch.packages import package_problems
+from toolkit.launch.ram import read_memory
 from toolkit.planning.checkpoint_size import foreseen_disk_use
 from toolkit.planning.plan import Plan
 from toolkit.planning.settings import ITEMSIZES
@@ -58,7 +58,7 @@ def _problems(plan: Plan) -> Iterator[Problem]:
     try:
         check_machine(plan)
     except ToolkitError as error:
-        yield from error.problems
+        yield from (problem for problem in error.problems if problem.code != "HOST_MEMORY")  # `_host` tells
 
 
 def _refused(problem: Problem) -> Finding:

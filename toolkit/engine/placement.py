@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from toolkit.distributed.world import World
+from toolkit.errors import RunError
 from toolkit.launch.numa import Binding, bind, node_of_card, node_processors, restriction
+from toolkit.launch.ram import too_little_memory
 from toolkit.planning.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -54,11 +56,15 @@ def place_rank(plan: Plan, world: World) -> Placement:
         world: All ranks; they call this together.
 
     Collectives:
-        A gather of objects, where the job uses host memory or asks for it.
+        Two gathers of objects, where the job uses host memory or asks for it.
+
+    Raises:
+        RunError: HOST_MEMORY, before anything is allocated.
     """
     asked = plan.job.cluster.numa_binding
     if not asked and not uses_host_memory(plan):
         return Placement(num_sharing=min(world.size, plan.job.cluster.gpus_per_node))
+    world.agree(_memory_error(plan) if world.local_rank == 0 else None)
     wanted = asked is not False
     nodes = node_processors() if wanted and world.device.type == "cuda" else {}
     node, reason = (None, "") if not nodes else _near(nodes, card_address(world.device), os.environ)
@@ -79,6 +85,11 @@ def uses_host_memory(plan: Plan) -> bool:
     profile = plan.profile
     offloads = plan.job.parallel.strategy == "zero" and bool(profile.optimizer or profile.parameters)
     return offloads or profile.activations or plan.job.parallel.fsdp2_options.cpu_offload
+
+
+def _memory_error(plan: Plan) -> RunError | None:
+    problems = list(too_little_memory(plan))
+    return RunError(*problems) if problems else None
 
 
 def card_address(device: torch.device) -> str | None:

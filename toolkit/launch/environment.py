@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from toolkit.launch.cgroups import MOUNT, OWN, own_groups
 from toolkit.launch.identity import LAUNCHED, OF_OTHER_LAUNCHERS
 
 Backend = Literal["nccl", "gloo"]
@@ -50,27 +51,17 @@ def available_cpus() -> int:
     return count if quota is None else min(count, max(1, math.floor(quota)))
 
 
-def cpu_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+def cpu_quota(mount: Path = MOUNT, own: Path = OWN) -> float | None:
     """Return how many processors' time the cgroups of this process allow together, the least of all; None without a quota.
 
     Args:
-        cgroups: Where they are mounted, version 2 or 1.
+        mount: Where they are mounted, version 2 or 1.
         own: File with this process's place among them.
 
     Source:
         Linux Documentation/admin-guide/cgroup-v2.rst (cpu.max), scheduler/sched-bwc.rst (cpu.cfs_quota_us).
     """
-    folders = [cgroups, cgroups / "cpu"]
-    try:
-        lines = own.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for number, controllers, place in (line.split(":", 2) for line in lines):
-        root = cgroups if number == "0" else cgroups / "cpu"
-        parts = [part for part in place.split("/") if part and part != ".."]
-        if number == "0" or "cpu" in controllers.split(","):
-            folders += [root.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
-    found = [quota for folder in folders if (quota := _quota_of(folder)) is not None]
+    found = [quota for group in own_groups("cpu", mount=mount, own=own) if (quota := _quota_of(group)) is not None]
     return min(found, default=None)
 
 

@@ -14,6 +14,7 @@ from toolkit.launch.nvme import check_nvme, nvme_folder_of
 from toolkit.launch.outcome import RunOutcome, rank_name
 from toolkit.launch.place import Node
 from toolkit.launch.ports import check_port, free_port
+from toolkit.launch.ram import too_little_memory
 from toolkit.launch.supervisor import GRACE_SECONDS, WHEN_ASKED, TrainerRanks, supervise
 from toolkit.planning.plan import Plan
 
@@ -136,7 +137,7 @@ def check_launchable(plan: Plan, node: Node | None = None) -> None:
     """Check what can be known before anything is written: the nodes, their GPUs, a free port, a disk to swap to.
 
     Raises:
-        RunError: LAUNCH_NODES, LAUNCH_CARDS, PORT_IN_USE, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
+        RunError: LAUNCH_NODES, LAUNCH_CARDS, PORT_IN_USE, HOST_MEMORY, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
     """
     check_nodes(plan, node)
     raise_all(RunError, too_few_cards(plan))
@@ -161,11 +162,12 @@ def check_nodes(plan: Plan, node: Node | None = None) -> None:
 
 
 def check_machine(plan: Plan, node: Node | None = None) -> None:
-    """Check that this machine's port and disk are free for a plan; the first node's has the port.
+    """Check that this machine's port, disk and RAM are free for a plan; the first node's has the port.
 
     Raises:
-        RunError: PORT_IN_USE, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
+        RunError: PORT_IN_USE, HOST_MEMORY, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
     """
     if plan.job.cluster.master_port is not None and (node is None or node.node == 0):
         check_port(plan.job.cluster.master_port)
+    raise_all(RunError, too_little_memory(plan))
     check_nvme(plan)

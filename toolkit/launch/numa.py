@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from toolkit.launch.cgroups import own_groups
 
 _SYS = Path("/sys")
 _PROC = Path("/proc/self")
@@ -93,27 +95,11 @@ def restriction(
 
 def _cpuset(sys: Path, proc: Path) -> frozenset[int]:
     """Return the processors of this process's cgroup; empty where it has no cpuset."""
-    for root, paths in _cgroups(sys, proc):
-        for path in paths:
-            for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
-                found = _numbers_in(root / path / name)
-                if found:
-                    return found
+    for group in own_groups("cpuset", mount=sys / "fs/cgroup", own=proc / "cgroup"):
+        for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
+            if found := _numbers_in(group / name):
+                return found
     return frozenset()
-
-
-def _cgroups(sys: Path, proc: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield where cgroups of processors are mounted, and this process's place there and its parents, innermost first."""
-    try:
-        lines = (proc / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in [*lines, "0::/"]:
-        number, controllers, place = line.split(":", 2)
-        if number == "0" or "cpuset" in controllers.split(","):
-            root = sys / "fs/cgroup" if number == "0" else sys / "fs/cgroup/cpuset"
-            parts = [part for part in place.split("/") if part and part != ".."]
-            yield root, ["/".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
 
 
 def memory_policy() -> int | None:
