@@ -70,10 +70,11 @@ def plan_of(case: Mapping[str, Any], folder: Path, *, gpu: str, gpus: int = 1) -
 
 
 def random_batches(plan: Any) -> Iterator[list[dict[str, Any]]]:
+    """Yield the micro-batches of steps, the same for ranks that share a model."""
     import torch
 
     batch = plan.settings.batch
-    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    generator = torch.Generator().manual_seed(plan.grid.coordinate(int(os.environ["RANK"])).dp)
     shape = (batch.accumulation, batch.micro, plan.settings.sequence_length)
     while True:
         ids = torch.randint(0, plan.model.vocab_size, shape, generator=generator)

@@ -194,3 +194,29 @@ def test_figures_that_this_machine_has_learned_take_the_place_of_the_catalogues(
     slower = step_time(made)
     assert slower.parts["products"] > 1.8 * usual.parts["products"]
     assert step_time(made, speed=base).seconds == usual.seconds
+
+
+def test_whole_experts_move_fewer_rows_send_as_much_and_say_what_they_assume():
+    def of(experts):
+        made = tiny_plan(
+            "mixtral",
+            ranks=4,
+            gpu=CARD,
+            parallel={"zero_stage": 1, "tensor": 4, "experts": experts},
+            train={
+                "precision": "bf16",
+                "sequence_length": 2048,
+                "per_device_train_batch_size": 16,
+                "gradient_checkpointing": False,
+            },
+            config={**SHAPE, "num_local_experts": 8, "num_key_value_heads": 8},
+        )
+        return step_time(made, trace_ranks(made))
+
+    sliced, whole = of("sliced"), of("whole")
+    assert whole.parts["element-wise"] < 0.85 * sliced.parts["element-wise"]
+    assert whole.parts["products"] == pytest.approx(sliced.parts["products"], rel=0.2)
+    assert whole.parts["tensor parallelism"] == pytest.approx(sliced.parts["tensor parallelism"])
+    assert whole.high / whole.seconds > sliced.high / sliced.seconds
+    assert any("equally often" in said for said in whole.assumptions)
+    assert not any("equally often" in said for said in sliced.assumptions)

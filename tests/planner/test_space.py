@@ -6,11 +6,11 @@ import pytest
 
 from toolkit.catalog.gpus import find_gpu
 from toolkit.config.job import Job
-from toolkit.planner.bounds import Setting
+from toolkit.planner.bounds import Corrections, Setting, foresee
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.make import ask
 from toolkit.planner.shape import shape_of
-from toolkit.planner.space import batches, engines, layouts, modes, values_of
+from toolkit.planner.space import batches, engines, expert_shardings, layouts, modes, values_of
 
 
 def asked(model="llama-3.1-70b", train=None, **sections):
@@ -131,3 +131,37 @@ def test_no_compiled_layers_where_a_rule_refuses_them():
     without = ask(question.job, gpus="all", tokens="1M", liger=False)
     kinds = list(modes(without, stage=2, tensor=1, pipeline=1, precision="bf16"))
     assert not any("liger" in (loss, kernels) for loss, kernels, _ in kinds)
+
+
+def test_experts_may_be_whole_where_ranks_can_have_equally_many():
+    question = asked("mixtral-8x7b")
+    assert expert_shardings(question, tensor=4) == ["sliced", "whole"]
+    assert expert_shardings(question, tensor=1) == ["sliced"]
+    assert expert_shardings(question, tensor=16) == ["sliced"]
+    assert expert_shardings(asked(), tensor=4) == ["sliced"]
+    assert expert_shardings(asked("mixtral-8x7b", train={"torch_compile": True}), tensor=4) == ["sliced"]
+    said = asked("mixtral-8x7b", parallel={"experts": "whole"})
+    assert expert_shardings(said, tensor=4) == ["whole"]
+    sizes = {tp for tp, _ in layouts(said, shape_of(said.job, said.model, sequence_length=4096), cluster(nodes=2))}
+    assert sizes == {2, 4, 8}
+    setting = Setting(4, 1, 2, "none", 2, 2, 1.0, "full", "eager", False, experts="whole")
+    assert values_of(question, cluster(), setting)["parallel.experts"] == "whole"
+    assert "parallel.experts" not in values_of(question, cluster(), setting._replace(experts="sliced"))
+
+
+def test_whole_experts_are_foreseen_to_move_and_keep_fewer_rows():
+    question = asked("mixtral-8x7b")
+    shape = shape_of(question.job, question.model, sequence_length=4096)
+    assert shape.choices == 2
+    sliced, whole = (
+        foresee(
+            shape,
+            cluster(),
+            Setting(4, 1, 2, "none", 2, 2, 1.0, "full", "eager", False, experts=way),
+            "bf16",
+            Corrections(),
+        )
+        for way in ("sliced", "whole")
+    )
+    assert whole.seconds < sliced.seconds
+    assert whole.required_bytes < sliced.required_bytes

@@ -11,6 +11,8 @@ from toolkit.memory.kernels.operations import Operation, Phase
 
 # The host's time for a product with quantized weights, in times of a Triton kernel (a run of QLoRA on an H200).
 QUANTIZED_CALLS = 5
+# The host's time for a selection whose size it must know, in times of a kernel: those that count, the copy of the number and the wait.
+SELECTION_CALLS = 4
 PARTS = ("products", "attention", "element-wise", "fused kernels", "loss")
 
 
@@ -77,7 +79,7 @@ def host_seconds(operation: Operation, speed: CardSpeed) -> float:
             return speed.host_fused_seconds
         backward = 3 if operation.phase == "backward" else 1
         return speed.host_triton_seconds * (QUANTIZED_CALLS if operation.name.startswith("dequantize") else backward)
-    return speed.host_kernel_seconds
+    return speed.host_kernel_seconds * (SELECTION_CALLS if operation.name == "masked_select" else 1)
 
 
 def pass_time(operations: Iterable[Operation], phase: Phase, speed: CardSpeed) -> PassTime:

@@ -33,6 +33,8 @@ BLEND = 4.0
 RANGE, RANGE_RELATED, RANGE_ANALOGY = 0.10, 0.10, 0.30
 RANGE_HOST, RANGE_STAGE3, RANGE_OFFLOAD, RANGE_NETWORK = 0.25, 0.10, 0.25, 0.25
 RANGE_EXPERTS, RANGE_PIPELINE, RANGE_TENSOR = 0.15, 0.15, 0.05
+# And of whole experts, whose ranks wait for the one with the most rows: an assumption, no run was compared.
+RANGE_WHOLE = 0.15
 # Micro-batches of a pipeline that are simulated, in multiples of its stages; more repeat the last ones.
 SIMULATED = (2, 3)
 
@@ -339,6 +341,8 @@ def _range(plan: Plan, settings: EngineSettings, *, host_bound: bool, measured: 
     count = count_parameters(plan.model.config)
     if count is not None and count.active < count.total:
         widths.append(RANGE_EXPERTS)
+        if plan.settings.experts == "whole":
+            widths.append(RANGE_WHOLE)
     if host_bound:
         widths.append(RANGE_HOST)
     width = math.hypot(*widths)
@@ -361,6 +365,11 @@ def _assumptions(plan: Plan, analogy: str | None, *, host_bound: bool) -> list[s
         told.append(f"gradients are counted as if sent whole, not as by comm_hook={hook}: no run was compared")
     if plan.job.parallel.fsdp2_options.cpu_offload:
         told.append("shards in RAM are assumed to be stepped as fast as by DeepSpeed's CPU Adam: no run was compared")
+    if plan.settings.experts == "whole":
+        told.append(
+            "tokens are assumed to choose experts of every rank equally often: ranks with whole experts wait for the one with the most "
+            "rows; no run was compared"
+        )
     if plan.grid.pp > 1:
         told.append("the wait for other stages is that of the schedule in theory, by analogy to stages that ran alone")
     if plan.job.cluster.nodes > 1:

@@ -137,6 +137,12 @@ class Answer:
             notes.append(
                 "liger loss and kernels need `pip install liger-kernel` on the cluster; --no-liger plans without"
             )
+        whole = [str(row.number) for row in self.rows if row.option.setting.experts == "whole"]
+        if whole and question.said("parallel.experts") is None:
+            notes.append(
+                f"whole experts (row {', '.join(whole)}): tensor ranks compute the rows of their own experts alone, assumed to be equally many; "
+                "--set parallel.experts=sliced plans without"
+            )
         notes += [f"{what}: {problems[0]}" for what, problems in list(found.failures.items())[:3] if problems]
         hosts = [str(row.number) for row in self.rows if row.option.step is not None and row.option.step.host_bound]
         if hosts:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from toolkit.catalog.gpus import Gpu
-from toolkit.config.job import Kernels, Loss, Offload, Precision
+from toolkit.config.job import ExpertSharding, Kernels, Loss, Offload, Precision
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.shape import Shape, itemsize_of
 from toolkit.planning.offload import PROFILES
@@ -48,6 +48,8 @@ _HOST_SECONDS_OF_STEP, _HOST_SECONDS_OF_WEIGHT = 7e-3, 0.13e-3
 _WEIGHTS_OF_LAYER, _ADAPTERS_OF_LAYER = 9, 14
 # Bytes moved for each logit: in full they are written, cast, and read for the loss and its gradient.
 _LOGIT_BYTES: dict[Loss, float] = {"full": 48.0, "chunked": 100.0, "liger": 12.0}
+# How often the rows of experts, in the width of the model, are kept for the backward pass, and read or written (traces of Mixtral, OLMoE).
+_ROWS_KEPT, _ROWS_MOVED = 2.0, 16.0
 _CPU_ADAM_BYTES, _CPU_BYTES_PER_SECOND = 43.0, 110e9
 # Those of the toolkit's own step on the host, which runs beside the next forward pass.
 _OVERLAPPED_BYTES = 28.0
@@ -72,6 +74,7 @@ class Setting(NamedTuple):
     kernels: Kernels
     compiled: bool
     offload_ratio: float = 1.0
+    experts: ExpertSharding = "sliced"
 
     def values(self) -> dict[str, Any]:
         """Return the settings by dotted key of the job."""
@@ -87,12 +90,13 @@ class Setting(NamedTuple):
             "parallel.pipeline": self.pipeline,
             "parallel.offload": self.offload,
             **({"parallel.offload_ratio": self.offload_ratio} if PROFILES[self.offload].partial else {}),
+            **({"parallel.experts": self.experts} if self.experts == "whole" else {}),
         }
 
     @property
-    def kind(self) -> tuple[Loss, Kernels, bool, int]:
+    def kind(self) -> tuple[Loss, Kernels, bool, int, ExpertSharding]:
         """What computes the layers, on which the bytes of their activations depend."""
-        return self.loss, self.kernels, self.compiled, self.tensor
+        return self.loss, self.kernels, self.compiled, self.tensor, self.experts
 
     @property
     def group(self) -> tuple[int, int, int, Offload, float]:
@@ -239,6 +243,13 @@ def _layer_bytes(shape: Shape, itemsize: int) -> float:
     return itemsize * (10 * shape.hidden + 2 * shape.queries + 4 * shape.keys + 4 * shape.inner)
 
 
+def _rows_of_experts(shape: Shape, setting: Setting, itemsize: int) -> float:
+    """Return the bytes of the rows of all its choices that a token has on a tensor rank; other layouts learn of them from estimates."""
+    if setting.tensor == 1:
+        return 0.0
+    return itemsize * shape.hidden * shape.choices / (setting.tensor if setting.experts == "whole" else 1)
+
+
 def _kept_share(setting: Setting) -> float:
     return _COMPILED_KEPT if setting.compiled else _FUSED_KEPT if setting.kernels == "liger" else 1.0
 
@@ -252,6 +263,7 @@ def activation_bytes(shape: Shape, setting: Setting, itemsize: int) -> float:
     """Return the bytes that the passes of a micro-batch take on a card."""
     tokens = setting.micro * shape.sequence_length
     layer = _layer_bytes(shape, itemsize) * _kept_share(setting) / setting.tensor
+    layer += _ROWS_KEPT * _rows_of_experts(shape, setting, itemsize)
     inputs = 0.0 if setting.keeps_inputs_on_host else itemsize * shape.hidden
     kept = (1 - setting.checkpointing) * layer + setting.checkpointing * inputs
     # A stage of a pipeline has its share of the layers, and as many micro-batches in flight as there are stages.
@@ -298,6 +310,8 @@ def step_seconds(
         2.0 * (3.5 + setting.checkpointing) * shape.sequence_length * shape.queries * shape.layers * tokens / split
     )
     moved = tokens * _layer_bytes(shape, itemsize) * shape.layers * _moved_share(setting) / split
+    rows = _rows_of_experts(shape, setting, itemsize) * shape.layers / setting.pipeline
+    moved += tokens * rows * _ROWS_MOVED * (1 + _AGAIN * setting.checkpointing)
     moved += tokens * shape.vocabulary * _LOGIT_BYTES[setting.loss] / setting.tensor
     products += _head_seconds(shape, setting, itemsize, rate=_MATMUL * peak, bandwidth=bandwidth) / split
     moved += setting.accumulation * shape.trainable / split * 3 * itemsize

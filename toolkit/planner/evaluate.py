@@ -164,7 +164,8 @@ class Evaluator:
         """Keep what the rules say of a setting; a size of an axis that they refuse is not tried again."""
         self._found.refused[f"{cluster.name}, {describe_layout(cluster, setting)}"] = error.problems
         for size, names in ((("tensor", setting.tensor), ("TP_",)), (("pipeline", setting.pipeline), ("PIPELINE_",))):
-            if size[1] > 1 and any(code.startswith(names) for code in error.codes):
+            codes = {*error.codes} - {"TP_EXPERTS"}  # of which another way to share experts may be free
+            if size[1] > 1 and any(code.startswith(names) for code in codes):
                 self._refused.add(size)
 
     def _plain_bytes(self, cluster: Candidate, setting: Setting) -> float:

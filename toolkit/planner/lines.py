@@ -13,13 +13,14 @@ _MOST_WIDTH = 34
 
 
 def describe_layout(cluster: Candidate, setting: Setting) -> str:
-    """Return ranks, stage and offload in words: `dp 8, ZeRO-2`."""
+    """Return ranks, stage, offload and what ranks have of experts in words: `dp 8, ZeRO-2`."""
     dp_size = cluster.num_gpus // (setting.tensor * setting.pipeline)
     sizes = (("pp", setting.pipeline), ("dp", dp_size), ("tp", setting.tensor))
     axes = [f"{name} {size}" for name, size in sizes if size > 1]
     share = "" if setting.offload_ratio == 1 else f" {setting.offload_ratio:.0%}"
     offload = "" if setting.offload == "none" else f", {setting.offload}{share}"
-    return f"{' × '.join(axes) or 'one card'}, ZeRO-{setting.stage}{offload}"
+    experts = ", whole experts" if setting.experts == "whole" else ""
+    return f"{' × '.join(axes) or 'one card'}, ZeRO-{setting.stage}{offload}{experts}"
 
 
 def describe_kernels(setting: Setting) -> str:
@@ -27,6 +28,7 @@ def describe_kernels(setting: Setting) -> str:
     layers = "compiled layers" if setting.compiled else f"{setting.kernels} kernels"
     shares = {0.0: "no recomputation", 1.0: "all layers recomputed"}
     recomputed = shares.get(setting.checkpointing, f"{setting.checkpointing:.0%} of the layers recomputed")
+    layers += " over whole experts" if setting.experts == "whole" else ""
     return f"{layers}, {setting.loss} loss, {recomputed}"
 
 

@@ -155,6 +155,7 @@ def setting_of(plan: Plan) -> Setting:
         kernels=settings.kernels,
         compiled=job.train.torch_compile,
         offload_ratio=settings.offload_ratio,
+        experts=settings.experts,
     )
 
 

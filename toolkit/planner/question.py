@@ -37,6 +37,7 @@ CHOSEN_KEYS = (
     "train.torch_compile",
     "parallel.zero_stage",
     "parallel.tensor",
+    "parallel.experts",
     "parallel.pipeline",
     "parallel.offload",
     "parallel.offload_ratio",

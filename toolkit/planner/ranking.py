@@ -23,7 +23,16 @@ from toolkit.planner.clusters import Candidate
 from toolkit.planner.evaluate import Evaluator
 from toolkit.planner.question import Question
 from toolkit.planner.shape import itemsize_of, precision_on
-from toolkit.planner.space import LAST_RESORTS, Mode, batches, engines, layouts, modes, shares_recomputed
+from toolkit.planner.space import (
+    LAST_RESORTS,
+    Mode,
+    batches,
+    engines,
+    expert_shardings,
+    layouts,
+    modes,
+    shares_recomputed,
+)
 from toolkit.planning.offload import PROFILES
 
 # A card is filled up to this share by what is only foreseen; an exact estimate decides.
@@ -118,7 +127,7 @@ class Ranking:
                 yield states, room, group
 
     def _activations(self, setting: Setting, itemsize: int, *, on_host: bool) -> float:
-        key = setting.tensor, setting.micro, setting[6:10], on_host, itemsize  # the share, and what computes the layers
+        key = setting.micro, setting.checkpointing, setting.kind, on_host, itemsize
         if key not in self._activation_bytes:
             self._activation_bytes[key] = activation_bytes(self._evaluator.shape, setting, itemsize)
         return self._activation_bytes[key]
@@ -165,7 +174,9 @@ class Ranking:
                     compiled,
                     ratio,
                 )
-                yield first, partial(self._expand, cluster, first, shares, sizes, kinds[stage])
+                for experts in expert_shardings(question, tensor=tensor):
+                    each = first._replace(experts=experts)
+                    yield each, partial(self._expand, cluster, each, shares, sizes, kinds[stage])
 
     def _expand(
         self,
@@ -175,14 +186,11 @@ class Ranking:
         sizes: Sequence[tuple[int, int]],
         kinds: Sequence[Mode],
     ) -> Iterator[list[Setting]]:
-        tensor, pipeline, stage, offload, *_, ratio = first
         for micro, accumulation in sizes:
             for loss, kernels, compiled in kinds:
-                made = [
-                    Setting(
-                        tensor, pipeline, stage, offload, micro, accumulation, share, loss, kernels, compiled, ratio
-                    )
-                    for share in shares
-                ]
+                alike = first._replace(
+                    micro=micro, accumulation=accumulation, loss=loss, kernels=kernels, compiled=compiled
+                )
+                made = [alike._replace(checkpointing=share) for share in shares]
                 if not self._evaluator.is_broken(cluster, made[0]):
                     yield made

@@ -28,6 +28,7 @@ class Shape:
         layers: Decoder layers.
         hidden: Width of the residual stream.
         inner: Width of what a feed-forward layer computes for one token, all its active experts together.
+        choices: Experts that compute one token; 0 in a dense model.
         queries: Width of all query heads.
         keys: Width of all key heads.
         vocabulary: Tokens of the vocabulary.
@@ -42,6 +43,7 @@ class Shape:
     layers: int
     hidden: int
     inner: int
+    choices: int
     queries: int
     keys: int
     vocabulary: int
@@ -60,10 +62,11 @@ def shape_of(job: Job, model: ModelSpec, *, sequence_length: int) -> Shape:
     counted = count_parameters(model.config)
     plain = 12.0 * model.num_hidden_layers * model.hidden_size**2 + model.vocab_size * model.hidden_size
     total = float(model.num_parameters or plain)
-    inner = model.intermediate_size
+    inner, choices = model.intermediate_size, 0
     if model.num_experts:
         fields = Fields(model.config)
-        inner = fields.expert_width * fields.size_or("num_experts_per_tok", 2)
+        choices = fields.size_or("num_experts_per_tok", 2)
+        inner = fields.expert_width * choices
     train = job.train
     return Shape(
         parameters=total,
@@ -72,6 +75,7 @@ def shape_of(job: Job, model: ModelSpec, *, sequence_length: int) -> Shape:
         layers=model.num_hidden_layers,
         hidden=model.hidden_size,
         inner=inner,
+        choices=choices,
         queries=max(model.hidden_size, model.num_attention_heads * model.head_dim),
         keys=model.num_key_value_heads * model.head_dim,
         vocabulary=model.vocab_size,

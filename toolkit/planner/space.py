@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
-from toolkit.config.job import TORCH_ADAMW, Job, Kernels, Loss, Offload
+from toolkit.config.job import TORCH_ADAMW, ExpertSharding, Job, Kernels, Loss, Offload
 from toolkit.planner.bounds import Setting, least_bytes
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.question import Question
@@ -44,6 +44,8 @@ def layouts(question: Question, shape: Shape, cluster: Candidate) -> Iterator[tu
     splits = alone > _SPLIT_ABOVE * (cluster.gpu.memory_bytes or 0) or (batch is not None and batch < cluster.num_gpus)
     powers = [1 << power for power in range(6)]
     for tp_size in [tensor] if tensor else powers:
+        if tp_size not in _sharers(question):
+            continue
         if cluster.gpus_per_node % tp_size or (tp_size > 1 and not tensor and (not splits or strategy != "zero")):
             continue
         for pp_size in [pipeline] if pipeline else powers:
@@ -51,6 +53,22 @@ def layouts(question: Question, shape: Shape, cluster: Candidate) -> Iterator[tu
                 continue
             if pp_size == 1 or pipeline or (splits and strategy == "zero"):
                 yield tp_size, pp_size
+
+
+def _sharers(question: Question) -> Container[int]:
+    """Return the sizes of the tensor axis that the job's way to share experts allows."""
+    if question.said("parallel.experts") == "whole" and question.model.num_experts:
+        return [size for size in divisors(question.model.num_experts) if size > 1]
+    return range(1, 1 << 30)
+
+
+def expert_shardings(question: Question, *, tensor: int) -> list[ExpertSharding]:
+    """Return how tensor ranks may share experts: as the job says, else sliced, and whole where each rank can have as many."""
+    said, count = question.said("parallel.experts"), question.model.num_experts
+    if said is not None:
+        return [said]
+    divides = tensor > 1 and count and count % tensor == 0 and not question.said("train.torch_compile")
+    return ["sliced", "whole"] if divides else ["sliced"]
 
 
 def engines(question: Question, cluster: Candidate, *, tensor: int = 1, pipeline: int) -> Iterator[Engine]:

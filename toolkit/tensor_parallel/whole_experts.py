@@ -14,12 +14,14 @@ Source:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Function
+from transformers.integrations import moe
 
 from toolkit.tensor_parallel.autograd import copy_to_region, reduce_from_region
 from toolkit.tensor_parallel.layout import Layout, Part, Shard
@@ -30,7 +32,7 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_e
 
 
 def place_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
-    """Leave a rank's own experts in a module, which keeps its class and kernels.
+    """Leave a rank's own experts in a module, which keeps its class and its matrix products.
 
     A rank none of whose experts is chosen computes one row of zeros, so that every parameter has a gradient and the ranks' collectives
     match.
@@ -47,20 +49,48 @@ def place_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
     for name in _COUNTS:
         if getattr(experts, name, None) == count:
             setattr(experts, name, own)
-    running: list[_Rows] = []
 
-    def pick(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = _Call.of(args, kwargs)
         x, weights = (copy_to_region(each, tp_group=tp_group) for each in (call.x, call.weights))
-        rows = _Rows.of(call.ids, first=first, count=own, shape=x.shape)
-        running.append(rows)
-        return call.replaced(rows.take(x), rows.local_ids(call.ids), rows.of_weights(weights))
+        rows = _Rows.of(call.ids, first=first, count=own, by_expert=_runs_grouped(module))
+        inputs, chosen = rows.take(x.flatten(0, -2)), rows.weights(weights)
+        if _runs_grouped(module):
+            output = _grouped(module, inputs, rows.experts, chosen, count=own)
+        else:
+            args, kwargs = call.replaced(inputs, rows.experts.unsqueeze(-1), chosen)
+            output = type(module).forward(module, *args, **kwargs)
+        summed = rows.add(output, num_tokens=len(call.ids), dtype=x.dtype)
+        return reduce_from_region(summed.view(x.shape), tp_group=tp_group)
 
-    def join(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return reduce_from_region(running.pop().add(output), tp_group=tp_group)
+    experts.forward = MethodType(forward, experts)
 
-    experts.register_forward_pre_hook(pick, with_kwargs=True)
-    experts.register_forward_hook(join)
+
+def _runs_grouped(experts: Any) -> bool:
+    """Return whether a module's experts are grouped matrix products of transformers, which `_grouped` calls without its permutations."""
+    config = getattr(experts, "config", None)
+    return hasattr(experts, "is_transposed") and getattr(config, "_experts_implementation", None) == "grouped_mm"
+
+
+def _grouped(experts: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, count: int) -> torch.Tensor:
+    """Return the weighted outputs of rows in the order of their experts, each a product for every matrix. Shapes (R, D) to (R, D).
+
+    Source:
+        transformers integrations/moe.py grouped_mm_experts_forward.
+    """
+    ends = torch.searchsorted(ids, torch.arange(count, device=ids.device), right=True, out_int32=True)
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        bias = getattr(experts, f"{name}_bias")[ids] if experts.has_bias else None
+        weight = getattr(experts, name)
+        product: torch.Tensor = moe._grouped_linear(x, weight, ends, bias=bias, is_transposed=experts.is_transposed)
+        return product
+
+    gated = experts._apply_gate(linear(x, "gate_up_proj")) if experts.has_gate else experts.act_fn(linear(x, "up_proj"))
+    output = linear(gated, "down_proj")
+    if getattr(experts, "has_post_expert_norm", False):
+        output = experts.post_expert_norm(output)
+    return output * weights
 
 
 def whole_expert_shards(experts: nn.Module) -> dict[str, Shard]:
@@ -126,48 +156,46 @@ class _Rows:
     Args:
         positions: Places of its pairs among all, token by token. Shape (R,).
         tokens: Token of each of them. Shape (R,).
-        first: Number of its first expert.
-        empty: Whether no token chose any of its experts, so that the only row has weight zero.
-        shape: Shape of the hidden states.
+        experts: Expert of each of them, counted from the rank's first. Shape (R,).
+        empty: Whether no token chose any of its experts, so that the only row is of zeros.
     """
 
     positions: torch.Tensor
     tokens: torch.Tensor
-    first: int
+    experts: torch.Tensor
     empty: bool
-    shape: torch.Size
 
     @classmethod
-    def of(cls, ids: torch.Tensor, *, first: int, count: int, shape: torch.Size) -> _Rows:
-        """Find the pairs of `count` experts from `first` on. The host waits for their number."""
-        flat = ids.flatten()
-        own = (flat >= first) & (flat < first + count)
-        positions = torch.masked_select(torch.arange(len(flat), device=flat.device), own)
+    def of(cls, ids: torch.Tensor, *, first: int, count: int, by_expert: bool) -> _Rows:
+        """Find the pairs of `count` experts from `first` on, in the order of the experts or of the tokens.
+
+        The host waits for their number.
+        """
+        chosen = ids.flatten() - first
+        positions = torch.masked_select(torch.arange(len(chosen), device=ids.device), (chosen >= 0) & (chosen < count))
         empty = len(positions) == 0
         if empty:
-            positions = torch.zeros(1, dtype=torch.int64, device=flat.device)
-        return cls(positions=positions, tokens=positions // ids.shape[-1], first=first, empty=empty, shape=shape)
+            positions = positions.new_zeros(1)
+        experts = torch.zeros_like(positions) if empty else chosen[positions]
+        if by_expert:
+            experts, order = experts.sort(stable=True)
+            positions = positions[order]
+        return cls(positions=positions, tokens=positions // ids.shape[-1], experts=experts, empty=empty)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of the rows. Shapes (…, D) to (R, D)."""
-        rows: torch.Tensor = _Take.apply(x.flatten(0, -2), self.tokens)  # type: ignore[no-untyped-call]
+        """Return the hidden states of the rows. Shapes (N, D) to (R, D)."""
+        rows: torch.Tensor = _Take.apply(x, self.tokens)  # type: ignore[no-untyped-call]
         return rows * 0 if self.empty else rows
 
-    def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the experts of the rows, counted from the rank's first. Shapes (N, K) to (R, 1)."""
-        chosen = ids.flatten()[self.positions] - self.first
-        return (chosen * 0 if self.empty else chosen).unsqueeze(-1)
-
-    def of_weights(self, weights: torch.Tensor) -> torch.Tensor:
+    def weights(self, weights: torch.Tensor) -> torch.Tensor:
         """Return the weights of the rows. Shapes (N, K) to (R, 1)."""
         chosen = weights.flatten()[self.positions]
         return (chosen * 0 if self.empty else chosen).unsqueeze(-1)
 
-    def add(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each token's rows. Shapes (R, D) to (…, D)."""
-        num_tokens = self.shape[:-1].numel()
-        summed: torch.Tensor = _Add.apply(rows, self.tokens, num_tokens)  # type: ignore[no-untyped-call]
-        return summed.view(self.shape)
+    def add(self, rows: torch.Tensor, *, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the sum of each token's rows. Shapes (R, D) to (N, D)."""
+        summed: torch.Tensor = _Add.apply(rows, self.tokens, num_tokens, dtype)  # type: ignore[no-untyped-call]
+        return summed
 
 
 class _Take(Function):
@@ -176,26 +204,29 @@ class _Take(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tokens)
-        ctx.num_tokens = len(x)
+        ctx.num_tokens, ctx.dtype = len(x), x.dtype
         return x.index_select(0, tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         [tokens] = ctx.saved_tensors
-        return _Add.apply(grads[0], tokens, ctx.num_tokens), None  # type: ignore[no-untyped-call]
+        return _Add.apply(grads[0], tokens, ctx.num_tokens, ctx.dtype), None  # type: ignore[no-untyped-call]
 
 
 class _Add(Function):
     """The sum of each token's rows, accumulated in fp32; backward the rows of given tokens."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         ctx.save_for_backward(tokens)
+        ctx.dtype = rows.dtype
         wide = rows if rows.dtype == torch.float64 else rows.float()
-        summed = wide.new_zeros((num_tokens, rows.shape[-1]))
-        return summed.index_add_(0, tokens, wide).to(rows.dtype)
+        return wide.new_zeros((num_tokens, rows.shape[-1])).index_add_(0, tokens, wide).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         [tokens] = ctx.saved_tensors
-        return _Take.apply(grads[0], tokens), None, None  # type: ignore[no-untyped-call]
+        taken: torch.Tensor = _Take.apply(grads[0], tokens)  # type: ignore[no-untyped-call]
+        return taken.to(ctx.dtype), None, None, None
