@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import nn
 
 import toolkit as tk
 from toolkit.introspect import decoder_layers
+from toolkit.modeling.checkpointing import checkpoint_layers
+from toolkit.offload.copy_stream import CopyStream
 from toolkit.offload.streamed_layers import StreamedLayers, streamable
 from toolkit.planning.offload import STREAMED_LAYERS
 
@@ -162,6 +165,26 @@ def test_one_rank_steps_as_plain_adamw() -> None:
             torch.testing.assert_close(one, another, rtol=0, atol=2e-6)
 
 
+@pytest.mark.gloo
+def test_weights_are_whole_whoever_calls_a_part_of_the_model() -> None:
+    """PEFT's `generate` calls the model inside, and a hook may call a layer; weights are read between passes."""
+    ids = torch.arange(8).view(1, 8)
+    with tk.initialize(plan_of("lora recomputed", STREAMED, ranks=1)) as run:
+        before = {name: value.clone() for name, value in run.model.state_dict().items()}
+        inner: Any = run.model.get_base_model()  # type: ignore[operator]
+        with torch.no_grad():
+            expected = run.model(input_ids=ids).logits
+            assert torch.equal(inner(input_ids=ids).logits, expected)
+            hidden = inner.model.embed_tokens(ids)
+            positions = inner.model.rotary_emb(hidden, torch.arange(8).view(1, 8))
+            assert run.model is not None
+            decoder_layers(inner)[3](hidden, position_embeddings=positions)
+        graph = run.model(input_ids=ids).logits  # without a backward pass
+        del graph
+        for name, value in run.model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+
+
 class Counted(StreamedLayers):
     """Counts the copies of each layer."""
 
@@ -226,6 +249,95 @@ def test_a_layer_reads_its_own_weights_backward() -> None:
     streamed = StreamedLayers(model, streamable(model, trained=False), device=torch.device("cpu"))
     streamed.enter()
     assert torch.equal(gradient(), dense)
+    streamed.close()
+
+
+@dataclass(eq=False)
+class Event:
+    """What has ended when it happens: kernels and copies, by their numbers."""
+
+    kernels: int = 0
+    copies: int = 0
+
+
+class Card(CopyStream):
+    """Keeps what a card may assume: which copies its kernels know to have ended, and the other way round.
+
+    Nothing but the events orders the two. Each copy is compared with the last kernel that read its slot, each kernel with the last copy into
+    the slot that it reads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.num_kernels = self.num_copies = self.ended_copies = self.ended_kernels = 0
+        self.copied: dict[Any, int] = {}  # number of the last copy into a slot, by the event that it reaches
+        self.read: dict[Any, int] = {}  # number of the last kernel that reads it
+
+    def event(self) -> Any:
+        return Event()
+
+    def kernels_reach(self, event: Any) -> None:
+        event.kernels, event.copies = self.num_kernels, self.ended_copies
+
+    def kernels_wait_for(self, event: Any) -> None:
+        self.ended_copies = max(self.ended_copies, event.copies)
+
+    def kernels_wait_for_copies(self) -> None:
+        self.ended_copies = self.num_copies
+
+    def copy(self, queue: Any, *, after: Any, reach: Any) -> None:
+        self.ended_kernels = max(self.ended_kernels, after.kernels)
+        assert self.read.get(reach, 0) <= self.ended_kernels, "a copy overwrites what a kernel reads"
+        super().copy(queue, after=after, reach=reach)
+        self.num_copies += 1
+        self.copied[reach] = reach.copies = self.num_copies
+        reach.kernels = self.ended_kernels
+
+    def kernel(self, slot: Any) -> None:
+        assert self.copied[slot.arrived] <= self.ended_copies, "a kernel reads what is not copied yet"
+        self.num_kernels += 1
+        self.read[slot.arrived] = self.num_kernels
+
+
+class Watched(StreamedLayers):
+    """Tells the card of each kernel that reads a slot, in both passes."""
+
+    card: Card
+
+    def kernel_reads(self, weight: torch.Tensor) -> None:
+        start = weight.untyped_storage().data_ptr()
+        self.card.kernel(next(slot for slot in self._slots if slot.memory.untyped_storage().data_ptr() == start))
+
+    def _find(self, kept: Any) -> torch.Tensor:
+        value = super()._find(kept)
+        if not isinstance(kept, torch.Tensor):
+            self.kernel_reads(value)
+        return value
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_events_alone_order_copies_and_kernels(recomputes: bool) -> None:
+    model = frozen_model(layers=7)
+    if recomputes:
+        checkpoint_layers(decoder_layers(model)[::2], offload_inputs=False)
+    card = Card()
+    streamed = Watched(model, streamable(model, trained=False), device=torch.device("cpu"), copies=card)
+    streamed.card = card
+    for layer in decoder_layers(model):
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(lambda module, given: streamed.kernel_reads(module.weight))
+    ids = torch.arange(8).view(1, 8)
+    for _ in range(3):
+        streamed.enter()
+        model(ids).logits.sum().backward()
+        streamed.enter()
+        with torch.no_grad():
+            model(ids)
+        streamed.forget()
+        streamed.join()
+        assert card.ended_copies == card.num_copies, "the host may write the weights"
+    assert card.num_kernels > 7 * 7 * 3 * 3
     streamed.close()
 
 

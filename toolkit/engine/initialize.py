@@ -141,6 +141,14 @@ def start_engine(
     overlaps = plan.offload_engine == "overlapped"
     own = plan.job.train.in_8_bits or overlaps
     streamed = streamable(model, trained=plan.job.train.method == "full") if plan.profile.streams else []
+    if plan.profile.streams and not streamed:
+        raise PlanError.of(
+            code="OFFLOAD_ENGINE",
+            key="parallel.offload_engine",
+            message=f"offload_engine=overlapped with offload=full-cpu: {type(model).__name__} has no decoder layers with weights of their own",
+            fix="Remove parallel.offload_engine, or set parallel.offload to optimizer-cpu",
+            source="toolkit offload/streamed_layers.py",
+        )
     with place_for_streaming(model, streamed, device=world.device) if plan.profile.streams else nullcontext():
         engine, *_ = deepspeed.initialize(
             model=model,

@@ -187,6 +187,7 @@ class OverlappedOffload:
         self._asked: dict[nn.Parameter, int] = {}  # number of each weight's last addition to its sum
         self._num_asked = self._num_added = 0
         self._elsewhere: list[_Elsewhere] = []
+        self._at_rest = True  # whether weights elsewhere are those of the host
         self._pieces = sorted(self._cut(model), key=lambda piece: (piece.unit, piece.group, piece.start))
         for piece in self._pieces:
             piece.stepped.set()
@@ -261,12 +262,14 @@ class OverlappedOffload:
         last = len(layers) + 1
 
         def first(module: nn.Module, given: Any) -> None:
-            self._enter()
             self.wait(0 if layers else last)
 
         def rest(module: nn.Module, given: Any, output: Any) -> None:
             self.wait(last)
 
+        if self._streamed is not None:
+            for module in _around(model, layers):  # such as a model inside of PEFT's, whose `generate` calls it alone
+                yield module.register_forward_pre_hook(lambda module, given: self._enter()).remove
         yield model.register_forward_pre_hook(first).remove
         if self._in_host and self._streamed is not None:
             self._streamed.ready = self.wait
@@ -487,10 +490,9 @@ class OverlappedOffload:
         Streamed weights are then those of the host; between a forward pass and its backward pass they stay as they are.
         """
         self._wait_for_weights()
-        if self._streamed is not None and not self._streamed.at_rest and not self._streamed.in_pass:
+        if self._streamed is not None and not self._streamed.in_pass:
             self._streamed.rest()
-            for run in self._elsewhere:
-                run.use_host()
+            self._use_host()
         for group, of_card in enumerate(self._of_card):
             if of_card.state is not None:
                 weight = self._of.masters[group]
@@ -500,10 +502,17 @@ class OverlappedOffload:
         """Let weights be those of the card before a pass, filled anew where the host's may have changed since the last one."""
         if self._streamed is None:
             return
-        if self._streamed.at_rest:
+        if self._at_rest:
+            self._at_rest = False
             for run in self._elsewhere:
                 run.use_card()
         self._streamed.enter()
+
+    def _use_host(self) -> None:
+        if not self._at_rest:
+            self._at_rest = True
+            for run in self._elsewhere:
+                run.use_host()
 
     def _wait_for_weights(self) -> None:
         if self._synced < len(self._pieces):
@@ -519,8 +528,7 @@ class OverlappedOffload:
         self._thread.join()
         if self._streamed is not None:
             self._streamed.close()
-            for run in self._elsewhere:
-                run.use_host()
+            self._use_host()
         for memory in (*self._gradients, *(self._of.flats if self._in_host else self._weights)):
             unlock(memory, self._device)
         # After a failure other ranks may never send what this one waits for, and destroying the group would abort the process.
@@ -536,6 +544,12 @@ class OverlappedOffload:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _around(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """Return the modules that run all decoder layers, outermost first."""
+    held = set(layers)
+    return [module for module in model.modules() if held and held <= set(module.modules()) and module not in held]
 
 
 def _joined(bounds: list[tuple[int, Any]]) -> list[tuple[int, int, Any]]:

@@ -19,7 +19,6 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.introspect import decoder_layers
+from toolkit.offload.copy_stream import CopyStream
 from toolkit.offload.host_memory import page_locked, unlock
 from toolkit.planning.offload import STREAMED_LAYERS
 
@@ -65,15 +65,15 @@ class _Slot:
         memory: Its bytes.
         layer: Number of the layer that it holds.
         turn: When that was needed last.
-        arrived: CUDA event of its copy.
-        read: CUDA event of the last kernels that read it.
+        arrived: Event of its copy.
+        read: Event of the last kernels that read it.
     """
 
     memory: Tensor
     layer: int | None = None
     turn: int = 0
-    arrived: Any = None
-    read: Any = None
+    arrived: Any
+    read: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +100,22 @@ class StreamedLayers:
         model: The model.
         weights: Weights to stream, of `streamable`, in host memory.
         device: Device that computes.
+        copies: Stream of the copies; made here by default.
 
     Attributes:
         ready: Called with the number of a layer, from 1 on, before its weights are copied.
         trains: Whether some of the weights are trained, and so change with each step.
     """
 
-    def __init__(self, model: nn.Module, weights: Iterable[nn.Parameter], *, device: torch.device) -> None:
-        self._device, self._on_card = device, device.type != "cpu"
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Iterable[nn.Parameter],
+        *,
+        device: torch.device,
+        copies: CopyStream | None = None,
+    ) -> None:
+        self._device, self._copies = device, copies or CopyStream(device)
         self.ready: Callable[[int], None] = lambda number: None
         self._weights = set(weights)
         self.trains = any(weight.requires_grad for weight in self._weights)
@@ -124,9 +132,7 @@ class StreamedLayers:
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         self._current: _Slot | None = None
         self._turns = itertools.count(1)
-        self._up = torch.cuda.Stream(device) if self._on_card else None  # type: ignore[no-untyped-call]
-        if self._up is not None:  # the slots' memory may have been that of tensors whose kernels have not ended
-            self._up.wait_stream(torch.cuda.current_stream(device))
+        self._copies.copies_wait_for_kernels()  # the slots' memory may have been that of tensors which these read
         self._pass: weakref.ref[_Pass] | None = None
         self._token: _Pass | None = None
         self._at_rest = True
@@ -152,10 +158,8 @@ class StreamedLayers:
             weight.data = _view(memory, place, weight.data).copy_(weight.data)
 
     def _slot(self, size: int) -> _Slot:
-        slot = _Slot(memory=torch.empty(size, dtype=torch.uint8, device=self._device))
-        if self._on_card:
-            slot.arrived, slot.read = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return slot
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return _Slot(memory=memory, arrived=self._copies.event(), read=self._copies.event())
 
     # ---------------------------------------------------------------------------------------------------------- passes
     def enter(self) -> None:
@@ -167,11 +171,6 @@ class StreamedLayers:
             self._at_rest = False
             for layer in self._layers.values():
                 _assign(layer.weights, layer.absent)
-
-    @property
-    def at_rest(self) -> bool:
-        """Whether weights are those of the host."""
-        return self._at_rest
 
     @property
     def in_pass(self) -> bool:
@@ -199,15 +198,13 @@ class StreamedLayers:
 
     def join(self) -> None:
         """Make the current stream wait for the copies on their way, which read the host's weights."""
-        if self._up is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._up)
+        self._copies.kernels_wait_for_copies()
 
     def close(self) -> None:
         """Take the hooks off and leave the weights on the host."""
         for remove in self._removers:
             remove()
-        if self._up is not None:
-            self._up.synchronize()
+        self._copies.synchronize()
         self.rest()
         for memory in self._locked:
             unlock(memory, self._device)
@@ -215,6 +212,8 @@ class StreamedLayers:
     # ----------------------------------------------------------------------------------------------------------- slots
     def _need(self, number: int) -> _Slot:
         """Return the slot of a layer whose kernels are queued next, on the current stream."""
+        if self._at_rest:  # a layer that is called by itself
+            self.enter()
         slot = self._place.get(number)
         if slot is not None and slot is self._current:
             return slot
@@ -222,15 +221,14 @@ class StreamedLayers:
         if slot is None:
             slot = self._fetch(number)
         self._current, slot.turn = slot, next(self._turns)
-        if slot.arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(slot.arrived)
+        self._copies.kernels_wait_for(slot.arrived)
         if _in_backward():
             self._prefetch(number - 1)
         return slot
 
     def _leave(self) -> None:
-        if self._current is not None and self._current.read is not None:
-            self._current.read.record(torch.cuda.current_stream(self._device))
+        if self._current is not None:
+            self._copies.kernels_reach(self._current.read)
         self._current = None
 
     def _prefetch(self, number: int) -> None:
@@ -243,13 +241,12 @@ class StreamedLayers:
         self.ready(number)
         slot = min((one for one in self._slots if one is not self._current), key=_age)
         self._vacate(slot)
-        with nullcontext() if self._up is None else torch.cuda.stream(self._up):
-            if self._up is not None:
-                self._up.wait_event(slot.read)
+
+        def copy() -> None:
             for host, place in layer.copies:
                 slot.memory.narrow(0, place, host.numel()).copy_(host, non_blocking=True)
-            if self._up is not None:
-                slot.arrived.record(self._up)
+
+        self._copies.copy(copy, after=slot.read, reach=slot.arrived)
         slot.layer, slot.turn, self._place[number] = number, next(self._turns), slot
         _assign(layer.weights, self._views_of(slot, number))
         return slot
@@ -305,12 +302,19 @@ class StreamedLayers:
             yield _replaced(module, "_gradient_checkpointing_func", again)
 
     def _after(self, number: int, output: Any) -> None:
-        """Queue the copy of the layer after one whose kernels are queued; after the last one that of the first, unless it turns round."""
+        """Queue the copy of the layer after one whose kernels are queued; after the last one that of the first, unless it turns round.
+
+        The layer comes back when the backward pass reaches its output, whatever its operations keep, and a graph keeps its pass alive.
+        """
         if _in_backward():
             return
         first = output[0] if isinstance(output, tuple | list) else output
-        if self._token is not None and isinstance(first, Tensor) and first.requires_grad:
-            first.register_hook(lambda gradient, token=self._token: None)  # type: ignore[no-untyped-call]
+        if isinstance(first, Tensor) and first.requires_grad:
+
+            def bring(gradient: Tensor, token: _Pass | None = self._token) -> None:
+                self._need(number)
+
+            first.register_hook(bring)  # type: ignore[no-untyped-call]
         if number < max(self._layers):
             self._prefetch(number + 1)
         elif not torch.is_grad_enabled():
