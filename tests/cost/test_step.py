@@ -111,6 +111,18 @@ def test_an_optimizer_on_the_host_takes_longer():
     assert card.seconds < beside.seconds < host.seconds
 
 
+def test_layers_that_are_streamed_cost_what_the_passes_do_not_hide():
+    made = plan(parallel={"offload": "full-cpu", "offload_engine": "overlapped"})
+    traces, speed = trace_ranks(made), measured_speed(CARD)
+    fast = step_time(made, traces, speed=speed)
+    assert "layers on their way" not in fast.parts
+    slow = step_time(made, traces, speed=speed.model_copy(update={"pcie_bytes_per_second": 1e9}))
+    layers = sum(one.size for one in traces[0].parameters if ".layers." in f".{one.name}")
+    moved = layers * 1.5 / 1e9  # six layers forward, and backward those that are not there any more
+    passes = sum(fast.parts.values()) - fast.parts["optimizer on the host"]
+    assert slow.parts["layers on their way"] == pytest.approx(moved - passes, rel=0.05)
+
+
 def test_a_tiny_batch_is_bound_by_the_host_and_says_so():
     time = time_of(train={"sequence_length": 128, "per_device_train_batch_size": 1})
     assert time.host_bound
