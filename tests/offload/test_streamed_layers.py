@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from ranks import leave_group, run_distributed
-from tiny_models import tiny_model
+from tiny_models import ARCHITECTURES, tiny_model
 from tiny_plans import RANKS, step_batches, tiny_plan
 from torch import nn
 
@@ -163,6 +163,47 @@ def test_one_rank_steps_as_plain_adamw() -> None:
             optimizer.zero_grad()
         for one, another in zip(run.model.parameters(), dense.parameters(), strict=True):
             torch.testing.assert_close(one, another, rtol=0, atol=2e-6)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "recomputed": {"gradient_checkpointing": True},
+    "lora": LORA,
+    "float8": {"precision": "fp8"},
+}
+
+
+# PEFT adapts no module of falcon; gpt2's and falcon's linear modules are not float8's; gemma3_text names the kind of two layers here.
+IMPOSSIBLE = {("falcon", "lora"), ("falcon", "float8"), ("gpt2", "float8"), *(("gemma3_text", way) for way in WAYS)}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("architecture", "way"),
+    [
+        pytest.param(name, way, marks=[] if (name, way) == ("qwen3_moe", "all weights") else pytest.mark.full)
+        for name in ARCHITECTURES
+        for way in WAYS
+        if (name, way) not in IMPOSSIBLE
+    ],
+)
+def test_any_architecture_trains_to_the_same_bits(architecture: str, way: str) -> None:
+    def course(parallel: dict[str, Any]) -> Any:
+        wide = {"hidden_size": 64, "intermediate_size": 128} if way == "float8" else {}
+        plan = tiny_plan(
+            architecture,
+            ranks=1,
+            train=ADAM | {"gradient_accumulation_steps": 2} | WAYS[way],
+            parallel={"zero_stage": 2, **parallel},
+            config=LAYERS | wide,
+        )
+        with tk.initialize(plan) as run:
+            losses = [float(run.step(step_batches(step, ranks=1)[0])) for step in range(3)]
+            return losses, [value.detach().clone() for value in run.model.parameters()]
+
+    (losses, weights), (expected, others) = course(STREAMED), course({"offload": "optimizer-cpu"})
+    assert losses == expected
+    assert all(torch.equal(one, another) for one, another in zip(weights, others, strict=True))
 
 
 @pytest.mark.gloo

@@ -107,7 +107,7 @@ BROKEN = [
             ("tensor=2 shards", {"parallel": {"tensor": 2}}),
             ("reads a stage's weights", {"parallel": {"pipeline": 2}}),
             ("compiles layers", {"train": {"torch_compile": True}}),
-            ("precision=fp8", {"gpu": "h100-sxm-80gb", "train": {"precision": "fp8"}}),
+            ("context=2 shares", {"parallel": {"context": 2}}),
             ("method=qlora", {"train": {"method": "qlora"}}),
             ("no kernel on the host", {"train": {"optimizer": "sgd"}}),
         )

@@ -124,8 +124,6 @@ class UncheckedPlan:
             return "method=qlora packs weights with scales of their own, which bitsandbytes keeps on the card"
         if train.torch_compile:
             return "torch_compile=true compiles layers for weights that stay where they are"
-        if self.settings.precision == "fp8":
-            return "precision=fp8 casts each layer's weights anew, which streaming has not been shown to do"
         return None
 
     @property

@@ -37,7 +37,9 @@ def test_slots_are_as_large_as_the_real_ones():
     assert list(layers.values()) == [bytes_of(layer.parameters()) for layer in decoder_layers(model)]
     assert streamed_layers(parameters, trained=False) == {}
     streamed = StreamedLayers(model, streamable(model, trained=True), device=torch.device("cpu"))
-    of_runs = 3 * ALIGNMENT * sum(1 for _ in decoder_layers(model)[0].parameters())  # here each weight is a run of its own
+    of_runs = (
+        3 * ALIGNMENT * sum(1 for _ in decoder_layers(model)[0].parameters())
+    )  # here each weight is a run of its own
     assert slot_bytes(layers.values()) <= streamed.slot_bytes <= slot_bytes(layers.values()) + of_runs
     streamed.close()
 
