@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -95,6 +96,16 @@ def test_every_command_has_an_example_and_documents_its_json(words, capsys):
     assert shown.count(f"toolkit {' '.join(words)}") >= 2, "once in the usage, once in the example"
     assert "--json" in shown
     assert "JSON keys" in shown
+
+
+def test_commands_are_quiet_about_packages_that_nobody_can_mend(monkeypatch, capsys):
+    """Such as kernels of torchao's for another Python: transformers imports it in commands that never use it."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "level", logging.NOTSET)
+    main(["--version"])
+    assert [logger.level for logger in loggers] == [logging.ERROR] * 3
+    capsys.readouterr()
 
 
 def test_the_version(capsys):

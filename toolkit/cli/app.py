@@ -20,6 +20,7 @@ import typer
 from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH, Interaction
 from toolkit.cli.output import INTERRUPTED, discard_stdout, prepare_streams, print_problems, say
 from toolkit.errors import INTERRUPTED_EXIT_CODE, RunError, SpecError, ToolkitError
+from toolkit.launch.quiet import quiet_packages
 
 # Modules of this package, in the order in which `toolkit --help` lists them: that of a job's stages.
 COMMANDS = (
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # fifth of the start. None applies to our models. `launching` removes the variable for the processes of a run.
     os.environ.setdefault(PYDANTIC_SWITCH, PYDANTIC_OFF)
     prepare_streams()
+    quiet_packages()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(arguments, interaction)

@@ -56,9 +56,6 @@ class EstimateSession:
     @contextmanager
     def estimating(self) -> Iterator[Estimator]:
         """Yield the estimator; show its progress on a terminal, as imports and traces take seconds."""
-        from toolkit.launch.packages import quiet_torchao
-
-        quiet_torchao()
         if not gc.isenabled():  # many traces leave garbage, of which the modules that are imported are no part
             gc.freeze()
             gc.enable()

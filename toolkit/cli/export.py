@@ -138,12 +138,9 @@ def load_exporter() -> Callable[..., Export]:
     """Return `tk.export`, loaded for work on the CPU."""
     # Without it DeepSpeed, which the checkpoint's pickles need, looks for cards and logs what it found. Export uses none.
     os.environ["DS_ACCELERATOR"] = "cpu"
-    from toolkit.launch.packages import quiet_bitsandbytes, quiet_torchao
     from toolkit.trainer.worker import quiet_warnings
 
     quiet_warnings()
-    quiet_torchao()
-    quiet_bitsandbytes()
     from toolkit.exporter.checkpoint import export as export_checkpoint
 
     return export_checkpoint

@@ -2,9 +2,11 @@
 
 | module | content |
 |---|---|
-| `environment` | the environment of a worker; who started this process, and as which rank |
+| `environment` | the environment of a worker |
+| `identity`, `place`, `rendezvous` | who started this process, as which rank or node, and where rank 0 listens |
 | `ports` | a free TCP port, or which process listens on the one that was asked for |
 | `devices`, `packages` | which GPUs and optional packages this machine has |
+| `quiet` | silence for what installed packages log at their import |
 | `software` | what this machine lacks of the software that a job describes |
 | `builds` | `check_builds`: whether DeepSpeed's extensions that a plan loads can be compiled here |
 | `trial_builds` | builds of them in a process of their own |

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -162,17 +161,3 @@ def _needed(plan: Plan) -> Iterator[Package]:
         yield LIGER
     if plan.settings.kernels == "liger":
         yield LIGER_KERNELS
-
-
-def quiet_bitsandbytes() -> None:
-    """Hide what an installed bitsandbytes logs at its import on a machine without cards: a kernel for inference that `kernels` lacks."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-
-def quiet_torchao() -> None:
-    """Hide what an installed torchao logs when transformers imports it.
-
-    It logs each of its kernels that cannot run on this machine, and torch warns of each of its deprecated calls.
-    """
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)

@@ -15,7 +15,7 @@ from toolkit.config.user_code import find_beside
 from toolkit.errors import INTERRUPTED_EXIT_CODE, OUT_OF_TIME_EXIT_CODE, ToolkitError
 from toolkit.launch.identity import rank_from_environment
 from toolkit.launch.outcome import write_worker_error
-from toolkit.launch.packages import quiet_torchao
+from toolkit.launch.quiet import quiet_packages
 from toolkit.launch.signals import Interrupt, hear_of_the_launchers_end, ignore_from_here
 from toolkit.planning.plan import Plan
 from toolkit.trainer.limits import Limits
@@ -95,7 +95,7 @@ def quiet_warnings() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed|transformers|peft)\b.*")
-    quiet_torchao()
+    quiet_packages()
 
 
 def leave(code: int) -> NoReturn:

@@ -142,9 +142,9 @@ def _serve(connections: Sequence[Connection], parent: int, serve: Callable[[Sequ
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is lost
         warnings.simplefilter("ignore", FutureWarning)
         gc.disable()  # until all is imported
-        from toolkit.launch.packages import quiet_torchao
+        from toolkit.launch.quiet import quiet_packages
 
-        quiet_torchao()
+        quiet_packages()
         import torch
 
         # A fork of a process whose OpenMP has begun threads waits for ever in its first product; traces need none.
