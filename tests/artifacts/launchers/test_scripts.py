@@ -170,6 +170,24 @@ def test_a_node_saves_and_goes_on_and_ends(tools):
     assert node.wait(timeout=30) == 130
 
 
+def test_one_rank_of_a_node_hears_of_a_save(tools):
+    rank = "rank() { trap 'echo >> heard' USR1; touch ready-$1; while [ ! -e finish ]; do sleep 0.02; done; }"
+    environment = tools(torchrun=f"#!/bin/bash\n{rank}\nrank a & rank b & wait\n") | {
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "host",
+    }
+    emit(make_plan(), "out", launchers=["torchrun"])
+    node = start(environment, "bash", "out/node.sh")
+    wait_for("ready-a")
+    wait_for("ready-b")
+    node.send_signal(signal.SIGUSR1)
+    wait_for("heard")
+    time.sleep(0.2)
+    Path("finish").touch()
+    assert node.wait(timeout=30) == 0
+    assert Path("heard").read_text() == "\n"
+
+
 def test_a_node_waits_for_ranks_that_save_whatever_else_is_signalled(tools):
     """As SLURM does without cgroups: torchrun is killed by the signal that its ranks hear, and SIGTERM follows, to all but the ranks."""
     environment = tools(torchrun=TORCHRUN) | {"NODE_RANK": "0", "MASTER_ADDR": "host"}

@@ -59,7 +59,10 @@ tell() {
   local rank told=0
   look
   for rank in "${ranks[@]}"; do
-    if alive "$rank" && kill -s "$1" "$rank" 2>/dev/null; then told=1; fi
+    if alive "$rank" && kill -s "$1" "$rank" 2>/dev/null; then
+      told=1
+      [ "$1" != USR1 ] || break  # all ranks agree with one: another might hear it a step later, and save again
+    fi
   done
   if [ "$told" -eq 0 ] && [ "$1" = USR2 ]; then
     kill -s TERM "$agent" 2>/dev/null || true  # it has no ranks yet
