@@ -20,13 +20,12 @@ from torch import Tensor
 
 from toolkit.checkpoint.archive_writer import Record, write_archive
 from toolkit.checkpoint.host_copy import HostCopy
-from toolkit.checkpoint.manifest import PART_BYTES, Entry
+from toolkit.checkpoint.manifest import Entry
 from toolkit.forks import num_cores
 from toolkit.modeling.safetensors_folder import DTYPES
+from toolkit.planning.checkpoint_size import MOST_SAVE_THREADS, PART_BYTES
 
-# As many as hash, and compute the CRC-32 of, what a local NVMe writes, 2 to 4 GB/s; no fewer than two, so that one hashes while
-# another writes.
-_MAX_THREADS, _MIN_THREADS = 8, 2
+_MIN_THREADS = 2  # so that one hashes while another writes
 # What is forced to disk at once while a file grows, so that the disk does not wait for its end.
 _SYNC_BYTES = 256 * 2**20
 _NICE = 10  # of threads behind the training, whose own come first
@@ -54,7 +53,7 @@ class Files:
         self._waiting: list[Callable[[], None]] = []
         self._work: Future[None] | None = None
         self._forced: list[Future[None]] = []
-        count = max(_MIN_THREADS, min(_MAX_THREADS, num_cores() // num_ranks))
+        count = max(_MIN_THREADS, min(MOST_SAVE_THREADS, num_cores() // num_ranks))
         self._pool = ThreadPoolExecutor(count, initializer=None if copy is None else _give_way)
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         pinned = copy is None and torch.cuda.is_available()  # torch keeps the memory for the next save

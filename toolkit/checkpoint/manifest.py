@@ -15,6 +15,7 @@ from toolkit.checkpoint.archives import index_digest
 from toolkit.checkpoint.layout import LATEST, MANIFEST, MODEL, PLAN, RANDOM, STATE, is_tag
 from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.io import MAX_TEXT_BYTES, open_plain, plain_file, read_plain, write_json
+from toolkit.planning.checkpoint_size import PART_BYTES
 from toolkit.units import format_bytes
 
 A = TypeVar("A")
@@ -23,8 +24,6 @@ M = TypeVar("M", bound=BaseModel)
 
 _CHUNK_BYTES = 8 * 2**20
 _HEX = "^[0-9a-f]{64}$"
-# Larger files are hashed by parts of this size, so that several threads hash one file, while it is written and when it is read.
-PART_BYTES = 16 * 2**20
 
 # hashlib lets other threads run while it hashes a chunk. One core hashes 0.5 to 2 GB/s, a local NVMe reads 3 to 7 GB/s: four
 # threads saturate it, and all ranks of a node hash at once.

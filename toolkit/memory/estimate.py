@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from toolkit.config.job import Dtype, Job
 from toolkit.errors import PlanError
 from toolkit.launch.software import Software
 from toolkit.memory.deepspeed_file import DeepSpeedFile
+from toolkit.memory.engines.replay import NORM_ITEMSIZE
 from toolkit.memory.engines.settings import EngineSettings, engine_settings, keeps_frozen_inputs
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.host import CPU_PROCESS_GIB, PROCESS_BYTES
@@ -187,7 +188,7 @@ def report_of(
         context_and_nccl_bytes=fullest.context_and_nccl_bytes,
         num_communicators=fullest.num_communicators,
         gpu_capacity_bytes=plan.gpu.memory_bytes,
-        host=host_report(plan, events, settings, ranks=ranks, loaded=loaded),
+        host=host_report(plan, events, settings, ranks=ranks, loaded=loaded, saves=case.file is None),
         disk=_disk(plan, events),
         num_traced_layers=sum(each.num_traced_layers for each in {id(each): each for each in events}.values()),
         num_layers=sum(each.num_layers for each in events),
@@ -200,7 +201,7 @@ def report_of(
             *ASSUMPTIONS.get(plan.job.parallel.strategy, ()),
             *([] if loaded is None else [_loading_assumption(plan, loaded)]),
             *_assumptions(plan, settings, allocator),
-            *_own_step(phases.values(), settings, peak=peak),
+            *_own_step(plan, events, phases, settings, peak=peak),
             *(() if case.file is None else case.file.notes(plan, case.job)),
         ),
     )
@@ -246,25 +247,35 @@ def _loading_assumption(plan: Plan, loaded: Loading) -> str:
     return f"{said} (loaded in fp32, --load-dtype fp32, it would allocate {format_bytes(loading(plan, dtype='fp32').peak)})"
 
 
-def _own_step(found: Iterable[Mapping[str, PhaseReport]], settings: EngineSettings, *, peak: int) -> Iterator[str]:
+def _own_step(
+    plan: Plan,
+    events: Traces,
+    found: Mapping[tuple[int, int], Mapping[str, PhaseReport]],
+    settings: EngineSettings,
+    *,
+    peak: int,
+) -> Iterator[str]:
     """Yield what DeepSpeed's own step takes beyond the peak, in runs of other programs with the files of a plan."""
-    in_sums = settings.accumulation_itemsize != settings.itemsize  # which are stepped as they are
-    if (
-        not settings.short_step
-        or settings.zero_stage not in (1, 2)
-        or settings.itemsize == settings.master_itemsize
-        or in_sums
-    ):
+    if not settings.short_step or settings.zero_stage not in (1, 2, 3):
         return
-    own = peak
-    for phases in found:
-        step = phases["step"]
-        in_fp32 = dict(step.causes).get("gradients in fp32 at the step", 0)
-        own = max(own, step.allocated_bytes + in_fp32 * settings.itemsize // settings.master_itemsize)
+    own, why = peak, "it flattens the gradients before it casts them"
+    if settings.zero_stage == 3:
+        why = "it takes norms in fp64"
+        largest = max(
+            (parameter.numel for each in events for parameter in each.parameters if parameter.trainable), default=0
+        )
+        most = max(phases["step"].allocated_bytes for phases in found.values())
+        if settings.offload_optimizer is None and most + NORM_ITEMSIZE * -(-largest // settings.dp_size) > peak:
+            steps = phases_of_ranks(plan, events, replace(settings, short_step=False)).values()
+            own = max(own, *(phases["step"].allocated_bytes for phases in steps))
+    elif settings.itemsize != settings.master_itemsize and settings.accumulation_itemsize == settings.itemsize:
+        for phases in found.values():  # sums in fp32 are stepped as they are
+            step = phases["step"]
+            in_fp32 = dict(step.causes).get("gradients in fp32 at the step", 0)
+            own = max(own, step.allocated_bytes + in_fp32 * settings.itemsize // settings.master_itemsize)
     if own > peak:
         yield (
-            f"run by Trainer or by a script of your own, DeepSpeed's step takes up to {format_bytes(own - peak)} beyond this peak: "
-            "it flattens the gradients before it casts them"
+            f"run by Trainer or by a script of your own, DeepSpeed's step takes up to {format_bytes(own - peak)} beyond this peak: {why}"
         )
 
 

@@ -11,6 +11,13 @@ from toolkit.planning.settings import steps_between
 from toolkit.planning.state_bytes import written_bytes
 from toolkit.planning.unchecked_plan import UncheckedPlan, trainable_parameters
 
+# Larger files are hashed by parts of this size, so that several threads hash one file, while it is written and when it is read.
+PART_BYTES = 16 * 2**20
+# Threads of a rank that write a checkpoint, at most: as many as hash, and compute the CRC-32 of, what a local NVMe writes, 2 to 4 GB/s.
+MOST_SAVE_THREADS = 8
+# Memory through which a rank writes a checkpoint, at most: a part for each thread, and the one that is being filled.
+SAVE_BUFFER_BYTES = (MOST_SAVE_THREADS + 1) * PART_BYTES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUse:

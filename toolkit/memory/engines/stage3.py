@@ -239,8 +239,9 @@ class Stage3(EngineReplay):
             if settings.fp16:
                 # has_overflow: isinf is (abs(x) == inf), a copy and a mask of the whole gradient partition.
                 account.transient("overflow check", self._numel * (settings.accumulation_itemsize + 1))
-            largest = max((self._partitions[p.name] for p in self.trainable), default=0)
-            account.transient("gradient norm in fp64", largest * NORM_ITEMSIZE)
+            if not settings.short_step:
+                largest = max((self._partitions[p.name] for p in self.trainable), default=0)
+                account.transient("gradient norm in fp64", largest * NORM_ITEMSIZE)
         first_step = not account.held("optimizer state")
         if self._offloaded:  # the gradients are on the host already, in fp32
             resident = sum(self._resident_groups())

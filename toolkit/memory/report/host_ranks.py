@@ -14,12 +14,15 @@ from toolkit.memory.report.host_loading import Loading
 from toolkit.memory.report.host_zero import replay_stage3, replay_stage12
 from toolkit.memory.report.report import RankReport
 from toolkit.memory.trace.events import MemoryTrace, Traces
+from toolkit.planning.checkpoint_size import SAVE_BUFFER_BYTES
 from toolkit.planning.plan import Plan
 from toolkit.planning.state_bytes import copied_bytes
 from toolkit.units import GIB
 
 # Cause of the memory from which a checkpoint is written.
 COPY = "copy of the state, for a checkpoint"
+# Cause of the memory through which a checkpoint is written; torch keeps it page-locked for the next one.
+BUFFERS = "buffers of a checkpoint"
 
 
 def host_report(
@@ -29,6 +32,7 @@ def host_report(
     *,
     ranks: Sequence[RankReport],
     loaded: Loading | None = None,
+    saves: bool = True,
 ) -> HostReport:
     """Return the host memory of the fullest node.
 
@@ -38,13 +42,14 @@ def host_report(
         settings: Settings that the engine's memory depends on.
         ranks: Reports of all ranks, whose tensors are host memory on CPU.
         loaded: Memory of each rank's `from_pretrained`; None where the model is built under `zero.Init`, or on the card.
+        saves: Whether the toolkit writes the checkpoints.
     """
     gib = plan.host_memory_gib
     peaks = [0] * plan.grid.pp
     for rank in ranks:
         peaks[rank.coordinate.pp] = max(peaks[rank.coordinate.pp], rank.peak_allocated_bytes)
     of_stages = [
-        Counter(_host_of_rank(plan, events, settings, pp_rank, peak_bytes=peaks[pp_rank], loaded=loaded))
+        Counter(_host_of_rank(plan, events, settings, pp_rank, peak_bytes=peaks[pp_rank], loaded=loaded, saves=saves))
         for pp_rank, events in enumerate(traces)
     ]
     copies = [_copy_bytes(plan, events) for events in traces]
@@ -83,6 +88,7 @@ def _host_of_rank(
     *,
     peak_bytes: int,
     loaded: Loading | None,
+    saves: bool,
 ) -> dict[str, int]:
     memory = HostMemory()
     if loaded is not None:
@@ -104,6 +110,8 @@ def _host_of_rank(
     memory.allocate("layer inputs", waiting)
     if plan.on_cpu:  # the ranks' tensors are host memory, too
         memory.allocate("tensors", peak_bytes)
+    if saves:
+        memory.allocate(BUFFERS, SAVE_BUFFER_BYTES)
     return memory.peak
 
 
