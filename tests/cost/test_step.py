@@ -209,12 +209,12 @@ def test_figures_that_this_machine_has_learned_take_the_place_of_the_catalogues(
 
 
 def test_whole_experts_move_fewer_rows_send_as_much_and_say_what_they_assume():
-    def of(experts):
+    def of(experts, **parallel):
         made = tiny_plan(
             "mixtral",
             ranks=4,
             gpu=CARD,
-            parallel={"zero_stage": 1, "tensor": 4, "experts": experts},
+            parallel={"zero_stage": 1, "tensor": 4, "experts": experts, **parallel},
             train={
                 "precision": "bf16",
                 "sequence_length": 2048,
@@ -232,3 +232,6 @@ def test_whole_experts_move_fewer_rows_send_as_much_and_say_what_they_assume():
     assert whole.high / whole.seconds > sliced.high / sliced.seconds
     assert any("equally often" in said for said in whole.assumptions)
     assert not any("equally often" in said for said in sliced.assumptions)
+    # In pieces of the sequence whole experts gather and scatter where sliced ones gather and sum.
+    pieces = [of(way, sequence_parallel=True).parts["tensor parallelism"] for way in ("sliced", "whole")]
+    assert pieces[1] < 0.9 * pieces[0]

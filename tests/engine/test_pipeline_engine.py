@@ -101,6 +101,9 @@ def cases() -> dict[str, Case]:
     made["qwen3 zero 3"] = Case(train=SGD, stage=3, architecture="qwen3", **PAIR)
     made["chunked zero 1"] = Case(train=SGD | {"loss": "chunked"}, stage=1, architecture="llama-tied", **PAIR)
     made["experts zero 2"] = Case(train=SGD, stage=2, architecture="mixtral", **PAIR)
+    made["whole experts in pieces beside tensor"] = Case(
+        train=SGD, stage=3, architecture="mixtral", experts="whole", sequence_parallel=True, **CUBE
+    )
     made["whole experts beside tensor"] = Case(train=SGD, stage=2, architecture="mixtral", experts="whole", **CUBE)
     return made
 

@@ -110,8 +110,22 @@ def cases() -> dict[str, Case]:
     made["whole experts lora zero 3"] = Case(train=LORA_ATTENTION, stage=3, architecture="mixtral", **whole)
     made["whole experts derived zero 3"] = Case(train=again, stage=3, architecture="deepseek_v2", **whole)
     made["whole experts derived lora zero 2"] = Case(train=LORA_LATENT, stage=2, architecture="deepseek_v2", **whole)
-    made["whole experts sequence zero 2"] = Case(
+    made["whole experts sequence with a router loss zero 2"] = Case(
         train=again, stage=2, architecture="mixtral", config=ROUTED, **pieces, experts="whole"
+    )
+    for stage in (0, 1, 2, 3):
+        made[f"whole experts sequence zero {stage}"] = Case(
+            train=again,
+            stage=stage,
+            architecture="mixtral",
+            steps=10,
+            tolerance=1e-4,
+            weight_tolerance=1e-4,
+            **pieces,
+            experts="whole",
+        )
+    made["whole experts sequence lora zero 3"] = Case(
+        train=LORA_ATTENTION, stage=3, architecture="mixtral", **pieces, experts="whole"
     )
     made["whole experts zero 2"] = Case(train=again, stage=2, architecture="mixtral", **whole)
     made["padded zero 2"] = Case(train=SGD, stage=2, packing="none", architecture="qwen2", tensor=TENSOR)

@@ -97,8 +97,12 @@ def test_a_trace_takes_what_real_tensors_take(name: str, all_to_one: bool) -> No
 
 
 @pytest.mark.full
-def test_few_layers_give_what_all_give() -> None:
-    few, whole = (traced("qwen3_moe", tensor=2, experts="whole", all_layers=every) for every in (False, True))
+@pytest.mark.parametrize("pieces", [False, True])
+def test_few_layers_give_what_all_give(pieces: bool) -> None:
+    few, whole = (
+        traced("qwen3_moe", tensor=2, experts="whole", sequence_parallel=pieces, all_layers=every)
+        for every in (False, True)
+    )
     assert few.num_traced_layers < whole.num_traced_layers
     assert (few.forward, few.backward, few.after) == (whole.forward, whole.backward, whole.after)
 

@@ -16,7 +16,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts, Mixtral
 from toolkit.errors import PlanError
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, dense_shards, parameter_shards
+from toolkit.tensor_parallel.decoder import find_decoder
 from toolkit.tensor_parallel.embedding import gather_scores
+from toolkit.tensor_parallel.plan import matching
 from toolkit.tensor_parallel.proof import prove_tensor, tensor_proof
 from toolkit.tensor_parallel.tables import tp_plan_for
 from toolkit.twins.comparison import SMALL, build_twin, make_batch
@@ -88,10 +90,11 @@ def choosing_two(implementation: str) -> PreTrainedModel:
     return model
 
 
+IN_PIECES = (*WRITTEN, "qwen2_moe", "gpt_oss", "granitemoe")
 # What a whole expert must go through; the first of each kind by default.
 SCENES = (
     *WRITTEN,
-    *(f"{name} in pieces" for name in WRITTEN),
+    *(f"{name} in pieces" for name in IN_PIECES),
     *DERIVED,
     "olmoe recomputed",
     "no tokens, eager",
@@ -134,7 +137,7 @@ def scenes(rank: int, chosen: tuple[str, ...]) -> dict[str, float]:
         if name == "no":
             found[scene] = errors_of(choosing_two(kind.partition(" ")[2]), batch(), group)
         elif name in DERIVED:
-            found[scene] = errors_of(twin_of(name), make_batch(), group)
+            found[scene] = errors_of(twin_of(name), make_batch(), group, pieces=kind == "in pieces")
         else:
             pieces, recomputes = kind == "in pieces", kind == "recomputed"
             inputs = batch(8 if pieces else 9)
@@ -226,3 +229,16 @@ def test_ranks_must_divide_the_experts() -> None:
     ) as caught:
         dense_shards(model, styles, num_ranks=4)
     assert caught.value.codes == ("TP_EXPERTS",)
+
+
+def test_mixtures_route_the_tokens_of_their_own_shard_unless_a_loss_needs_all() -> None:
+    def routing(name: str, **overrides: Any) -> frozenset[str]:
+        model = dense_model(name, **overrides)
+        table = tp_plan_for(model, experts="whole").table
+        decoder = find_decoder(model, {name: style for key, style in table.items() for name in matching(model, key)})
+        assert not decoder.routing & decoder.whole
+        return decoder.routing
+
+    assert routing("olmoe") == {"model.layers.0.mlp", "model.layers.1.mlp"}
+    assert routing("qwen3_moe") == {"model.layers.1.mlp"}
+    assert routing("mixtral", output_router_logits=True) == frozenset()

@@ -222,7 +222,8 @@ class _Builder:
                 layout = _layout(module, style, self._heads, self._group.size())
                 model.set_submodule(name, self._of_layout(module, name, style, layout))
             case Experts(whole=True):
-                place_experts(module, tp_group=self._group)
+                on_pieces = self._decoder is not None and self._decoder.acts_on_pieces(name)
+                place_experts(module, tp_group=self._group, sequence_parallel=on_pieces)
             case Experts():
                 shard_experts(module, style, tp_group=self._group)
             case Replicated(reads_shards=True):

@@ -35,8 +35,9 @@ class Decoder:
         layers: Decoder layers, in order.
         end: Last module on a sharded sequence: the final norm, or the last layer of a model without one.
         gathering: Parents of one region each, which gather their columns' input.
-        whole: Modules that run on the whole sequence, as without sequence parallelism: mixtures of experts, whose router
+        whole: Modules that run on the whole sequence, as without sequence parallelism: mixtures of sliced experts, whose router
             and experts both read the whole sequence, and modules that may mix tokens and are not sharded.
+        routing: Mixtures that run on shards of the sequence, whose whole experts exchange the tokens themselves.
         drops: Whether training may draw random numbers, such as dropout masks.
     """
 
@@ -44,6 +45,7 @@ class Decoder:
     end: str
     gathering: frozenset[str]
     whole: frozenset[str]
+    routing: frozenset[str]
     drops: bool
 
     def reads(self, region: Region) -> Reads:
@@ -99,15 +101,29 @@ def _decoder(model: nn.Module, found: Mapping[str, Style], stack: str) -> Decode
     norms = (name for name in _FINAL_NORMS if getattr(model.get_submodule(base), name, None) is not None)
     parents = {region.parent for region in regions(found)}
     children = [f"{layer}.{child}" for layer in layers for child, _ in model.get_submodule(layer).named_children()]
-    whole = {child for child in children if _stays_whole(model, child, parents, found)}
+    routing = {child for child in children if _routes_pieces(model, child, parents, found)}
+    whole = {child for child in children if child not in routing and _stays_whole(model, child, parents, found)}
     gathering = {parent for parent in parents if parent not in layers and not any(is_inside(parent, x) for x in whole)}
     return Decoder(
         layers=layers,
         end=next((f"{base}.{name}".removeprefix(".") for name in norms), layers[-1]),
         gathering=frozenset(gathering),
         whole=frozenset(whole),
+        routing=frozenset(routing),
         drops=_drops(model),
     )
+
+
+def _routes_pieces(model: nn.Module, child: str, parents: set[str], found: Mapping[str, Style]) -> bool:
+    """Return whether a layer's child is a mixture of whole experts whose tokens may be routed shard by shard.
+
+    A loss of the routers takes averages over all tokens of all layers, so that it needs their whole output.
+    """
+    experts = [name for name, style in found.items() if isinstance(style, Experts) and is_inside(name, child)]
+    whole = all(style.whole for name, style in found.items() if isinstance(style, Experts) and name in experts)
+    collects = getattr(getattr(model, "config", None), "output_router_logits", False)
+    fused = sum(is_inside(parent, child) for parent in parents) > 1
+    return bool(experts) and child not in experts and whole and not collects and not fused
 
 
 def _stays_whole(model: nn.Module, child: str, parents: set[str], found: Mapping[str, Style]) -> bool:
@@ -137,7 +153,8 @@ def _layer_reasons(model: nn.Module, decoder: Decoder, found: Mapping[str, Style
     for layer in decoder.layers:
         for name, module in model.get_submodule(layer).named_modules(prefix=layer):
             matrix = any(parameter.dim() > 1 for parameter in module._parameters.values() if parameter is not None)
-            if matrix and name not in found and decoder.acts_on_pieces(name):
+            routes = any(is_inside(name, block) for block in decoder.routing)
+            if matrix and name not in found and decoder.acts_on_pieces(name) and not routes:
                 yield name, "may mix tokens and is not in the plan"
 
 

@@ -2,8 +2,11 @@
 
 Every rank of the group has all tokens and the same routing, so that nothing is dispatched: a rank picks the rows of its own experts, computes
 them, and the sum over the ranks joins all choices of a token. That is an all-reduce forward and one backward, the same bytes as of sliced
-experts (`toolkit.tensor_parallel.experts`), for fewer rows and wider matrix products. With sequence parallelism the block of a mixture gathers
-the sequence before its router, which its shared experts read too (`toolkit.tensor_parallel.decoder`).
+experts (`toolkit.tensor_parallel.experts`), for fewer rows and wider matrix products.
+
+With sequence parallelism each rank routes the tokens of its shard, and the experts gather tokens and routing and scatter the sums: an all-gather
+and a reduce-scatter, together the bytes of one all-reduce. An all-to-all would send K rows of each token to the ranks that own them in place of
+one to each rank, K / tp times as much: less only where a token chooses fewer experts than there are ranks.
 
 N: tokens, K: choices of a token, R: rows of this rank, pairs of a token and one of its choices, D: width.
 
@@ -14,6 +17,7 @@ Source:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -23,7 +27,13 @@ from torch import nn
 from torch.autograd import Function
 from transformers.integrations import moe
 
-from toolkit.tensor_parallel.autograd import copy_to_region, reduce_from_region
+from toolkit.distributed.collectives import all_gather
+from toolkit.tensor_parallel.autograd import (
+    copy_to_region,
+    gather_from_sequence,
+    reduce_from_region,
+    reduce_scatter_to_sequence,
+)
 from toolkit.tensor_parallel.layout import Layout, Part, Shard
 from toolkit.tensor_parallel.linear import sharded_parameter
 
@@ -31,14 +41,20 @@ from toolkit.tensor_parallel.linear import sharded_parameter
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_experts")
 
 
-def place_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
+def place_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup, sequence_parallel: bool = False) -> None:
     """Leave a rank's own experts in a module, which keeps its class and its matrix products.
 
     A rank none of whose experts is chosen computes one row of zeros, so that every parameter has a gradient and the ranks' collectives
     match.
 
+    Args:
+        experts: Stacked experts, called with hidden states, chosen experts and their weights.
+        tp_group: Ranks that share them out.
+        sequence_parallel: Whether each rank calls its own with other tokens, equally many.
+
     Collectives:
-        forward: all-reduce of the output; backward: all-reduce of the gradients of the input and of the routing weights.
+        forward: all-reduce of the output; backward: all-reduce of the gradients of the input and of the routing weights. With
+        `sequence_parallel` forward: all-gather of the input and its routing, reduce-scatter of the output; backward: their duals.
     """
     shards = whole_expert_shards(experts)
     count, own = num_experts(experts), num_experts(experts) // tp_group.size()
@@ -52,16 +68,19 @@ def place_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = _Call.of(args, kwargs)
-        x, weights = (copy_to_region(each, tp_group=tp_group) for each in (call.x, call.weights))
-        rows = _Rows.of(call.ids, first=first, count=own, by_expert=_runs_grouped(module))
+        enter = partial(gather_from_sequence, dim=0) if sequence_parallel else copy_to_region
+        x, weights = (enter(each, tp_group=tp_group) for each in (call.x, call.weights))
+        ids = all_gather(call.ids, dim=0, group=tp_group) if sequence_parallel else call.ids
+        rows = _Rows.of(ids, first=first, count=own, by_expert=_runs_grouped(module))
         inputs, chosen = rows.take(x.flatten(0, -2)), rows.weights(weights)
         if _runs_grouped(module):
             output = _grouped(module, inputs, rows.experts, chosen, count=own)
         else:
             args, kwargs = call.replaced(inputs, rows.experts.unsqueeze(-1), chosen)
             output = type(module).forward(module, *args, **kwargs)
-        summed = rows.add(output, num_tokens=len(call.ids), dtype=x.dtype)
-        return reduce_from_region(summed.view(x.shape), tp_group=tp_group)
+        summed = rows.add(output, num_tokens=len(ids), dtype=x.dtype).view(x.shape)
+        leave = partial(reduce_scatter_to_sequence, dim=0) if sequence_parallel else reduce_from_region
+        return leave(summed, tp_group=tp_group)
 
     experts.forward = MethodType(forward, experts)
 
