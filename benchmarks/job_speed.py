@@ -8,6 +8,7 @@ memory, seconds a step, the time to the first step, and with `--profile` the sec
     python benchmarks/job_speed.py cases.yaml --out rows.jsonl --only llama-3b-compile --mode toolkit trainer-zero3 trainer-liger
     python benchmarks/job_speed.py tests/data/cards/two_card_cases.yaml --gpus 2 --out rows.jsonl --mode toolkit torch-fsdp2
     python benchmarks/job_speed.py tests/data/cards/architecture_cases.yaml --foresee --out rows.jsonl
+    python benchmarks/job_speed.py tests/data/cards/long_cases.yaml --foresee --out rows.jsonl
 
 With `--foresee` a row also has what the estimate of this machine's packages says, which is made while the run imports.
 Modes: `toolkit` runs the job by `tk.initialize`; `trainer-zero3` the same micro batch, accumulation and method by Trainer
@@ -74,7 +75,8 @@ def random_batches(plan: Any) -> Iterator[list[dict[str, Any]]]:
     import torch
 
     batch = plan.settings.batch
-    generator = torch.Generator().manual_seed(plan.grid.coordinate(int(os.environ["RANK"])).dp)
+    # Ranks that share a model or its rows take the same batch.
+    generator = torch.Generator().manual_seed(plan.grid.row_group(int(os.environ["RANK"])))
     shape = (batch.accumulation, batch.micro, plan.settings.sequence_length)
     while True:
         ids = torch.randint(0, plan.model.vocab_size, shape, generator=generator)
@@ -89,10 +91,11 @@ def run_toolkit(plan: Any, row: dict[str, Any], *, profile: bool, traces: Path |
 
     seconds, start = [], time.perf_counter()
     losses = []
+    num_steps = plan.settings.max_steps
     with tk.initialize(plan) as run:
         cuda = run.world.device.type == "cuda"
         batches = random_batches(plan)
-        for step in range(STEPS):
+        for step in range(num_steps):
             loss = run.step(next(batches))
             if cuda:  # not the device: the optimizer's step may go on beside the next step
                 torch.cuda.current_stream().synchronize()
@@ -100,7 +103,7 @@ def run_toolkit(plan: Any, row: dict[str, Any], *, profile: bool, traces: Path |
             seconds.append(now - start)
             losses.append(float(loss))
             start = time.perf_counter()
-            if step + 1 == STEPS and profile and cuda:
+            if step + 1 == num_steps and profile and cuda:
                 row["profile"] = profiled(lambda: run.step(next(batches)), traces)
         row["peak_bytes"] = dict(run.memory.peaks)
         row["peak_allocated_bytes"] = run.memory.peak_bytes
@@ -444,7 +447,7 @@ class Started:
             assert process.stdin is not None
             process.stdin.write(b"go\n")
             process.stdin.flush()
-        end = start + CASE_TIMEOUT_SECONDS
+        end = start + self.case.get("timeout_seconds", CASE_TIMEOUT_SECONDS)
         while time.monotonic() < end and any(process.poll() is None for process in self.processes):
             if (self.folder / "row.json").exists() and any(process.poll() is not None for process in self.processes):
                 end = min(end, time.monotonic() + 5)  # a rank that failed leaves the others waiting for it

@@ -44,20 +44,21 @@ def folder(plan, tmp_path):
 @pytest.fixture
 def shared(plan):
     """A plan that Trainer and Accelerate scripts can carry too."""
-    if parts_of_a_model(plan):
-        pytest.skip("a job with stages or tensor ranks has no files for them, as another test says")
+    if ours_alone(plan):
+        pytest.skip("a job that they cannot run has no files for them, as another test says")
     return plan
 
 
-def parts_of_a_model(plan):
-    return plan.grid.tp * plan.grid.pp > 1
+def ours_alone(plan):
+    """Stages, tensor ranks and tiles of feed-forward layers, which neither Trainer nor Accelerate has."""
+    return plan.grid.tp * plan.grid.pp * plan.job.train.mlp_tiles > 1
 
 
-def test_a_job_with_stages_or_tensor_ranks_has_files_of_our_own_engine_alone(plan, folder):
+def test_a_job_that_others_cannot_run_has_files_of_our_own_engine_alone(plan, folder):
     others = {"deepspeed-trainer.json", "training_arguments.json", "deepspeed-accelerate.json", "accelerate.yaml"}
     files = {file.name for file in folder.iterdir()}
     assert {"plan.json", "deepspeed.json", "commands.sh"} <= files
-    assert files & others == (set() if parts_of_a_model(plan) else others)
+    assert files & others == (set() if ours_alone(plan) else others)
 
 
 def test_there_are_jobs():
@@ -107,7 +108,7 @@ def test_deepspeed_parses_its_files(plan, folder, monkeypatch):
     # DeepSpeed asks the process group for its rank before it asks the grid for its size; no group of 8 runs here.
     monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
     for name in ("deepspeed.json", "deepspeed-trainer.json", "deepspeed-accelerate.json"):
-        if parts_of_a_model(plan) and name != "deepspeed.json":
+        if ours_alone(plan) and name != "deepspeed.json":
             continue
         config = DeepSpeedConfig(str(folder / name), mpu=Ranks())
         batch = plan.settings.batch

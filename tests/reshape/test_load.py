@@ -13,6 +13,8 @@ TRAIN = {"max_steps": 6, "save_steps": 3}
 OTHER: dict[str, dict[str, Any]] = {
     "packed": {"cluster": {"gpus_per_node": 1}, "parallel": {"zero_stage": 0}},
     "streamed": {"cluster": {"gpus_per_node": 4}, "parallel": {"zero_stage": 3, "tensor": 2}},
+    "context": {"cluster": {"gpus_per_node": 4}, "parallel": {"context": 2, "zero_stage": 3}},
+    "streamed-context": {"cluster": {"gpus_per_node": 4}, "parallel": {"context": 2, "zero_stage": 1}},
     # Two ranks that read what one has begun to read, by another strategy.
     "streamed-apart": {"cluster": {"gpus_per_node": 4}, "parallel": {"strategy": "fsdp2", "zero_stage": None}},
 }
@@ -23,7 +25,7 @@ OTHER: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OTHER)
 def test_a_run_goes_on_where_other_ranks_stopped(tmp_path: Path, name: str) -> None:
     root = write_inputs(tmp_path, architecture="llama", num_documents=60)
-    data = {"streaming": True} if name != "packed" else {}
+    data = {"streaming": True} if name.startswith("streamed") else {}
     whole = write_job(root, "whole", data=data, train=TRAIN)
     run = run_toolkit(root, "train", whole, "--as-is", "--no-export")
     assert run.returncode == 0, run.stderr

@@ -366,6 +366,7 @@ RULES: dict[str, Rule] = {
         "attention loss kernels torch_compile label_smoothing_factor z_loss neftune_noise_alpha router_aux_loss_coef compute_loss",
     ),
     "train.gradient_checkpointing": replace(_TOLD, value=_recomputation),
+    "train.mlp_tiles": _TOLD,
     **_each(
         _FREE, "train", "saves_per_epoch evals_per_epoch images_per_sample image_size"
     ),  # in save_steps and eval_steps

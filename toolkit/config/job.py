@@ -370,6 +370,10 @@ class Train(Section):
     """AdamW's epsilon, added to the root of the second moment."""
     momentum: ShareBelowOne = 0.0
     """Momentum of `sgd`, and of `muon`, where it is 0.95 when left out."""
+    mlp_tiles: Count = 1
+    """Tiles of each row's tokens that a feed-forward layer computes one after the other, and again in the backward pass (arXiv
+    2506.13996): its inner activations are then those of one tile. For rows of very many tokens.
+    """
     gradient_checkpointing: (
         Annotated[
             Annotated[StrictBool | Fraction, Tag(NAME_TAG)] | Annotated[GradientCheckpointing, Tag(SECTION_TAG)],

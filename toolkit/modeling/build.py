@@ -44,6 +44,7 @@ from toolkit.modeling.lora import apply_lora
 from toolkit.modeling.materialize import allocate
 from toolkit.modeling.nf4 import hold_in_nf4, import_bitsandbytes
 from toolkit.modeling.proofs import check_twin, prove_splits
+from toolkit.modeling.tiled_mlp import apply_tiled_mlp
 from toolkit.modeling.weights import load_pretrained
 from toolkit.pipeline_parallel.param_tags import mark_stage
 from toolkit.pipeline_parallel.part import inner_model, stage_info
@@ -77,6 +78,7 @@ class BuildOptions:
         checkpointing: Share of the layers that recompute, 0 to 1.
         checkpoint_every: Every how many layers recompute, if above 1, in place of the share.
         checkpoint_keep: Results that these layers keep.
+        mlp_tiles: Tiles of a row's tokens that feed-forward layers compute one after the other.
         offload_inputs: Whether the inputs of those layers are kept in host memory.
         loss: How a causal language model computes its loss.
         torch_compile: Whether each decoder layer is compiled.
@@ -103,6 +105,7 @@ class BuildOptions:
     checkpointing: float = 0.0
     checkpoint_every: int = 1
     checkpoint_keep: tuple[Kept, ...] = ()
+    mlp_tiles: int = 1
     offload_inputs: bool = False
     loss: Loss = "full"
     torch_compile: bool = False
@@ -140,6 +143,7 @@ class BuildOptions:
             "checkpointing": settings.gradient_checkpointing,
             "checkpoint_every": train.recomputation.every_n_layers,
             "checkpoint_keep": train.recomputation.keep,
+            "mlp_tiles": train.mlp_tiles,
             "offload_inputs": plan.profile.activations,
             "loss": train.loss,
             "torch_compile": train.torch_compile,
@@ -412,7 +416,7 @@ def finish_model(
     checkpointed: Sequence[nn.Module] | None = None,
     context_group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Apply float8, kernels, checkpointing, slices of the sequence, the loss and compilation to a model with its adapters, in this order.
+    """Apply float8, kernels, tiles, checkpointing, slices of the sequence, the loss and compilation to a model with its adapters, in this order.
 
     Args:
         model: A `PreTrainedModel`, or a `peft.PeftModel` around one; modified in place.
@@ -426,6 +430,8 @@ def finish_model(
     if options.fp8 is not None:
         apply_fp8(model, options.fp8, emulate=options.fp8_emulated)
     apply_kernels(model, options.kernels)
+    if options.mlp_tiles > 1:
+        apply_tiled_mlp(model, options.mlp_tiles)
     if checkpointed is None:
         checkpointed = layers_to_checkpoint(model, fraction=options.checkpointing, every=options.checkpoint_every)
     checkpoint_layers(checkpointed, keep=options.checkpoint_keep, offload_inputs=options.offload_inputs)

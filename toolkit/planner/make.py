@@ -161,6 +161,13 @@ def ask(
             message=f"gpu={own.name}: plans are sought for cards, whose speed and memory the catalogue knows",
             fix="Name cards with --gpus all, or leave the cluster out of the job",
         )
+    if read.parallel.context > 1:
+        raise SpecError.of(
+            code="CONTEXT_UNSUPPORTED",
+            key="parallel.context",
+            message=f"context={read.parallel.context} in a job for `toolkit plan`: its search is among settings of whole rows",
+            fix="Remove parallel.context, or write the cluster and the settings yourself, with `toolkit estimate` for their memory and time",
+        )
     given = {
         "train.sequence_length": sequence_length,
         "train.method": method,

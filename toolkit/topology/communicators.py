@@ -20,7 +20,8 @@ MAX_SENDS_IN_FLIGHT = 2
 def axis_kinds(grid: Grid) -> tuple[str, ...]:
     """Return the kinds of groups along axes, as in `Grid.groups`: model-parallel ones only where there are such ranks."""
     tensor = ("tp",) if grid.tp > 1 else ()
-    return ("world", "dp", *tensor, *(("model", "dp-pp") if grid.pp > 1 else ()))
+    context = ("cp",) if grid.cp > 1 else ()
+    return ("world", "dp", *context, *tensor, *(("model", "dp-pp") if grid.pp > 1 else ()))
 
 
 def routes(num_stages: int, *, wraps: bool) -> list[Route]:

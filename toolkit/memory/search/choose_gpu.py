@@ -123,7 +123,7 @@ def choose_gpus(estimator: Estimator, case: Scenario, *, plan: Plan, gpus: Seque
         plan: Plan that the case resolved to.
     """
     for gpu in gpus:
-        found = counts(gpu, tensor=plan.grid.tp, pipeline=plan.grid.pp)
+        found = counts(gpu, tensor=plan.grid.tp, pipeline=plan.grid.pp * plan.grid.cp)
         batches = {count: batch_on(plan, count) for count in found}
         keeping = [count for count in found if batches[count].train == plan.settings.batch.train]
         others = [count for count in found if count not in keeping]

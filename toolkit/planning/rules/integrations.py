@@ -112,6 +112,13 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             fix=f"Set parallel.pipeline to 1, or {OWN}",
             source="transformers integrations/deepspeed.py, accelerate accelerator.py _prepare_deepspeed: neither passes an mpu",
         )
+    if draft.job.train.mlp_tiles > 1:
+        yield Problem(
+            code="INTEGRATION_KERNELS",
+            key="train.mlp_tiles",
+            message=f"mlp_tiles={draft.job.train.mlp_tiles} is applied by our builder: {name} has no such option",
+            fix=f"Remove train.mlp_tiles, or {OWN}",
+        )
     if draft.job.parallel.context > 1:
         yield Problem(
             code="INTEGRATION_CONTEXT",

@@ -1,4 +1,4 @@
-"""Rules of what layers that recompute may keep (`train.gradient_checkpointing.keep`)."""
+"""Rules of what layers that recompute may keep (`train.gradient_checkpointing.keep`), and of tiles that do (`train.mlp_tiles`)."""
 
 from __future__ import annotations
 
@@ -94,4 +94,71 @@ def _refused(draft: UncheckedPlan, what: str, why: str, fix: str) -> Problem:
     )
 
 
-RULES = (kept_results, kept_linear, kept_attention)
+def tiles(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse tiles of feed-forward layers where they are no tiles, or where the layers have not been tested by tiles."""
+    train, parallel, length = draft.job.train, draft.job.parallel, draft.settings.sequence_length
+    if train.mlp_tiles == 1:
+        return
+    own, key = length // parallel.context, "train.mlp_tiles"
+    of_slice = f" / context={parallel.context}" if parallel.context > 1 else ""
+    found = (
+        (
+            train.mlp_tiles > own,
+            f"sequence_length={length}{of_slice}",
+            "some tiles would have no tokens",
+            f"Set {key} to at most {own}",
+        ),
+        (
+            parallel.tensor > 1,
+            f"tensor={parallel.tensor}",
+            "sums over ranks in tiles have not been tested",
+            "Set parallel.tensor to 1",
+        ),
+        (
+            parallel.pipeline > 1,
+            f"pipeline={parallel.pipeline}",
+            "tiles in stages have not been tested",
+            "Set parallel.pipeline to 1",
+        ),
+        (
+            parallel.strategy == "fsdp2",
+            "strategy=fsdp2",
+            "it has not been tested with it",
+            "Set parallel.strategy to zero or ddp",
+        ),
+        (
+            train.torch_compile,
+            "torch_compile=true",
+            "a compiled layer decides itself what it computes again",
+            "Set train.torch_compile to false",
+        ),
+        (
+            draft.settings.precision == "fp8",
+            "precision=fp8",
+            "factors of float8 products are those of whole inputs",
+            "Set train.precision to bf16",
+        ),
+        (
+            bool(train.recomputation.keep),
+            f"gradient_checkpointing.keep=[{', '.join(train.recomputation.keep)}]",
+            "tiles would be computed again although their results are kept",
+            "Leave keep out",
+        ),
+        (
+            bool(draft.model.num_experts),
+            f"num_experts={draft.model.num_experts}",
+            "experts would be called for each tile, which has not been tested",
+            "Use a model without experts",
+        ),
+    )
+    for is_so, what, why, fix in found:
+        if is_so:
+            yield Problem(
+                code="TILED_MLP",
+                key=key,
+                message=f"mlp_tiles={train.mlp_tiles} with {what}: {why}",
+                fix=f"{fix}, or remove {key}",
+            )
+
+
+RULES = (kept_results, kept_linear, kept_attention, tiles)
