@@ -127,6 +127,18 @@ def tiles(draft: UncheckedPlan) -> Iterator[Problem]:
             "Set parallel.strategy to zero or ddp",
         ),
         (
+            draft.profile.streams,
+            "offload_engine=overlapped under offload=full-cpu",
+            "layers whose weights are streamed have not been tested by tiles",
+            "Set parallel.offload_engine to deepspeed",
+        ),
+        (
+            draft.settings.task != "causal-lm",
+            f"task={draft.settings.task}",
+            "the proof of tiles is of causal language models",
+            "Set model.task to causal-lm",
+        ),
+        (
             train.torch_compile,
             "torch_compile=true",
             "a compiled layer decides itself what it computes again",
