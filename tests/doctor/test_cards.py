@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from toolkit.doctor import cards
 from toolkit.doctor.cards import Holder, Reading, card_findings, kernel_log, read_cards, xid_findings
 from toolkit.doctor.links import Links, link_findings
 from toolkit.units import GIB
@@ -58,6 +59,14 @@ def test_memory_that_is_taken_and_by_whom() -> None:
 )
 def test_what_is_wrong_with_a_card(changes: dict, code: str, said: str) -> None:
     assert said in of(replace(H200, **changes))[code]
+
+
+def test_a_card_that_is_far_from_the_processors_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = frozenset(os.sched_getaffinity(0))
+    monkeypatch.setattr(cards, "node_processors", lambda: {0: here, 1: frozenset({max(here) + 1})})
+    assert "numactl --cpunodebind=1" in of(replace(H200, numa_node=1))["CARD_NUMA"]
+    for node in (0, 2, None):
+        assert "CARD" in of(replace(H200, numa_node=node))
 
 
 def test_cards_that_differ_or_are_hidden() -> None:

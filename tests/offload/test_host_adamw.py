@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import preloaded
 from torch import Tensor
 
+from toolkit.launch import numa
 from toolkit.offload import host_adamw
 from toolkit.offload.host_adamw import HostAdamW, StepFactors, accumulate, step
 
@@ -133,3 +137,39 @@ def test_steps_are_counted_as_the_optimizer_does_whose_place_it_takes() -> None:
         optimizer.step()
         assert isinstance(optimizer.state[weight]["step"], torch.Tensor if in_tensors else int)
         torch.testing.assert_close(weight.data, torch.full((4,), 0.9))
+
+
+def _bound_steps() -> None:
+    """Bind a process, and step in a thread of its own: the kernel's threads must be where the process is bound."""
+    one = frozenset({max(os.sched_getaffinity(0))})
+    free = frozenset(os.sched_getaffinity(0))
+    binding = numa.bind(0, one)
+    weights, first, second, gradients = states()
+    factors = StepFactors(rate=1e-2, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1, step=3)
+    before = len(list(Path("/proc/self/task").iterdir()))
+    stepping = threading.Event()
+
+    def work() -> None:
+        step(weights, (first, second), gradients, weights, factors, threads=3)
+        stepping.set()
+        over.wait()
+
+    over = threading.Event()
+    thread = threading.Thread(target=work)
+    thread.start()
+    stepping.wait()
+    threads = [int(each.name) for each in Path("/proc/self/task").iterdir()]
+    assert len(threads) >= before + 3, "the thread and two of the kernel's"
+    assert all(os.sched_getaffinity(each) == one for each in threads)
+    binding.release()
+    assert all(os.sched_getaffinity(each) == free for each in threads)
+    over.set()
+
+
+def test_threads_of_the_kernel_are_where_their_rank_is_bound() -> None:
+    if host_adamw.kernel() is None:
+        pytest.skip("no C++ compiler here")
+    process = preloaded().Process(target=_bound_steps)
+    process.start()
+    process.join()
+    assert process.exitcode == 0

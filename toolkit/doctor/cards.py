@@ -13,7 +13,8 @@ import psutil
 
 from toolkit.doctor.findings import Finding, found
 from toolkit.doctor.kinds import Level
-from toolkit.launch.devices import chosen_cards, match_gpu
+from toolkit.launch.devices import chosen_cards, match_gpu, text_of
+from toolkit.launch.numa import node_of_card, node_processors
 from toolkit.units import GIB, format_bytes
 
 T = TypeVar("T")
@@ -70,6 +71,7 @@ class Reading:
         power_watts: Limit, and default limit.
         pcie_width: Lanes in use, and lanes of the card.
         capability: Compute capability.
+        numa_node: NUMA node to which it is attached, by the system.
     """
 
     index: int
@@ -90,6 +92,7 @@ class Reading:
     power_watts: tuple[int, int] | None = None
     pcie_width: tuple[int, int] | None = None
     capability: str | None = None
+    numa_node: int | None = None
 
     @property
     def catalogued(self) -> str | None:
@@ -140,6 +143,7 @@ def _read(nvml: Any, index: int) -> Reading:
         ask(function) for function in (nvml.nvmlDeviceGetCurrPcieLinkWidth, nvml.nvmlDeviceGetMaxPcieLinkWidth)
     )
     capability: Any = ask(nvml.nvmlDeviceGetCudaComputeCapability)
+    pci: Any = ask(nvml.nvmlDeviceGetPciInfo)
     return Reading(
         index=index,
         identity=str(nvml.nvmlDeviceGetUUID(handle)),
@@ -159,6 +163,7 @@ def _read(nvml: Any, index: int) -> Reading:
         power_watts=None if not limit or not default else (round(limit / 1000), round(default / 1000)),
         pcie_width=None if not width or not lanes else (width, lanes),
         capability=None if capability is None else f"{capability[0]}.{capability[1]}",
+        numa_node=None if pci is None else node_of_card(text_of(pci.busId)),
     )  # fmt: skip
 
 
@@ -232,6 +237,10 @@ def _health(card: Reading) -> Iterator[Finding]:
         yield found("CARD_THROTTLED", f"{at}: {', '.join(card.faults)}{heat}", index=card.index)
     if card.pcie_width is not None and card.pcie_width[0] < card.pcie_width[1]:
         yield found("CARD_PCIE", f"{at}: {card.pcie_width[0]} of {card.pcie_width[1]} lanes", index=card.index)
+    near = {} if card.numa_node is None else node_processors()
+    if card.numa_node in near and not near[card.numa_node] & set(os.sched_getaffinity(0)):
+        seen = f"{at} is attached to NUMA node {card.numa_node}, of whose processors this process may use none"
+        yield found("CARD_NUMA", seen, node=card.numa_node)
 
 
 def _settings(card: Reading) -> Iterator[Finding]:

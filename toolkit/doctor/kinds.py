@@ -75,6 +75,7 @@ _ROWS: dict[str, tuple[tuple[str, Level, str, str], ...]] = {
         ("CARD_POWER", "note", "The power limit is below the card's default, so that steps take longer than foreseen", "sudo nvidia-smi -i {index} -pl {watts}"),
         ("CARD_COMPUTE_MODE", "warning", "The compute mode lets one process, or none, use the card", "sudo nvidia-smi -i {index} -c DEFAULT"),
         ("CARD_PCIE", "warning", "The card has fewer lanes than it could: copies from and to the host, and those between cards without NVLink, are slower by as much", "Often a riser or a slot: return the machine, or use another slot"),
+        ("CARD_NUMA", "warning", "Copies between the host and the card cross the link between two sockets, and so does each step of an optimizer on the host", "Start the process on processors of node {node}: numactl --cpunodebind={node}, or another cpuset of the container or the job"),
         ("CARDS_DIFFER", "warning", "A run goes at the pace of its slowest card and has the memory of its smallest", "Choose equal ones: CUDA_VISIBLE_DEVICES={equal}"),
         ("CARDS_HIDDEN", "note", "CUDA_VISIBLE_DEVICES hides cards from runs", "unset CUDA_VISIBLE_DEVICES"),
         ("CARD_UNKNOWN", "note", "The catalogue lacks this card, so that nothing is compared with it; a job describes it", "cluster: {{gpu: {{name: {name}, memory_gib: {gib}}}}}"),

@@ -96,7 +96,7 @@ def visible_cards(
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                name, identity = (_text(ask(handle)) for ask in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID))
+                name, identity = (text_of(ask(handle)) for ask in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID))
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
             except pynvml.NVMLError:  # a GPU that is lost, or that does not report its memory
                 continue
@@ -106,7 +106,8 @@ def visible_cards(
         pynvml.nvmlShutdown()
 
 
-def _text(name: str | bytes) -> str:
+def text_of(name: str | bytes) -> str:
+    """Return a name as NVML gives it, text or bytes by its version."""
     return name if isinstance(name, str) else name.decode()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import torch
@@ -45,12 +46,17 @@ def lock(memory: Tensor, device: torch.device) -> None:
     size = memory.numel() * memory.element_size()
     result = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
     if result:
-        logger.warning(
-            "%.1f GiB of host memory cannot be page-locked (CUDA error %d): the copies of gradients and weights wait for the "
-            "card, and take about twice as long. Raise `ulimit -l` or the container's limit of locked memory",
-            size / 2**30,
-            result,
-        )
+        _warn(result)
+
+
+@functools.cache
+def _warn(result: int) -> None:
+    """Say once a process what plain memory costs: each buffer would say it again."""
+    logger.warning(
+        "Host memory cannot be page-locked (CUDA error %d), and is plain: the copies of gradients and weights wait for the card, and "
+        "take about twice as long. Raise `ulimit -l` or the container's limit of locked memory",
+        result,
+    )
 
 
 def unlock(memory: Tensor, device: torch.device) -> None:
