@@ -177,7 +177,7 @@ def test_strategies_with_tensor_ranks_have_names():
     assert sharded.values["parallel.tensor"] == 2
     assert sharded.values["train.gradient_checkpointing"] is False
     assert ddp.values["parallel.tensor"] == 1, "DDP knows none"
-    assert ddp.values["parallel.sequence_parallel"] is None
+    assert ddp.values["parallel.sequence_parallel"] is ddp.values["parallel.experts"] is None
     for name in ("ddp-tp2", "zero1-tp0", "tp2"):
         with pytest.raises(Exception, match="COMPARE_STRATEGY"):
             read_strategies(name)

@@ -40,6 +40,8 @@ def test_a_plan_explains_its_tensor_ranks() -> None:
     plan = plan_of(ranks=4, parallel={"tensor": 2, "zero_stage": 1})
     assert f"tensor: {describe_tensor(plan)}" in plan.explain().splitlines()
     assert "tensor: " not in plan_of(ranks=4).explain()
+    whole = plan_of(model="mixtral-8x7b", ranks=4, parallel={"tensor": 4, "zero_stage": 1, "experts": "whole"})
+    assert describe_tensor(whole).endswith("and 2 of 8 experts whole")
 
 
 @pytest.mark.parametrize(("name", "virtual_stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3)])

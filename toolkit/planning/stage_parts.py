@@ -41,7 +41,10 @@ def describe_tensor(draft: UncheckedPlan) -> str:
         if draft.settings.sequence_parallel
         else "whole sequences between the sharded layers"
     )
-    return f"{draft.job.parallel.tensor} ranks share each layer; each has {held}"
+    size, count = draft.job.parallel.tensor, draft.model.num_experts
+    if draft.settings.experts == "whole":
+        held += f", and {f'{count // size} of {count}' if count else 'some'} experts whole"
+    return f"{size} ranks share each layer; each has {held}"
 
 
 def bubble_warning(draft: UncheckedPlan) -> Iterator[str]:

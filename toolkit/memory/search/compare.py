@@ -167,7 +167,7 @@ def _strategy(name: str) -> Strategy:
     if parts.tensor is not None or whole:
         values["parallel.tensor"] = parts.tensor or 1
         if values["parallel.tensor"] == 1:
-            values["parallel.sequence_parallel"] = None
+            values |= {"parallel.sequence_parallel": None, "parallel.experts": None}
     if parts.pipeline is not None or whole:
         values["parallel.pipeline"] = parts.pipeline or 1
         if values["parallel.pipeline"] == 1:
