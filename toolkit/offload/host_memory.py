@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -46,6 +47,8 @@ def lock(memory: Tensor, device: torch.device) -> None:
     size = memory.numel() * memory.element_size()
     result = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
     if result:
+        with suppress(RuntimeError):  # it is CUDA's last error until torch looks for one, after its next kernel
+            torch.zeros(1, device=device)
         _warn(result)
 
 

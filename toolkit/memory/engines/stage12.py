@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, EngineReplay
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.engines.streaming import slot_bytes, streamed_layers
+from toolkit.memory.engines.streaming import flat_on_host, slot_bytes, streamed_layers
 from toolkit.memory.trace.events import MemoryTrace, Parameter, in_blocks
 from toolkit.planning.offload import PIECE
 
@@ -85,7 +85,7 @@ class Stage12(EngineReplay):
             layers = streamed_layers(self.trace.parameters, trained=settings.streamed == "all")
             whole = sum(parameter.size for parameter in self.trace.parameters)
             account.allocate("parameters", whole - sum(layers.values()))
-            if settings.streamed == "frozen":  # the trained ones are flattened on the card
+            if not flat_on_host(self.trace.parameters, settings):
                 account.transient("flattening at start", 2 * self._partition * settings.dp_size * settings.itemsize)
             account.transient("offload staging buffer", self.largest_numel * settings.itemsize)
             account.allocate("layers at a time", slot_bytes(layers.values()))

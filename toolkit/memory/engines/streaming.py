@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
+from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace.events import Parameter, in_blocks
 from toolkit.planning.offload import STREAMED_LAYERS
 
@@ -28,6 +29,11 @@ def streamed_layers(parameters: Iterable[Parameter], *, trained: bool) -> dict[s
         if layer is not None and (trained or not parameter.trainable):
             found[layer.group()] += parameter.size
     return dict(found)
+
+
+def flat_on_host(parameters: Iterable[Parameter], settings: EngineSettings) -> bool:
+    """Return whether the optimizer's flat weights are in host memory: where trained weights are streamed."""
+    return settings.streamed == "all" and any(each.trainable and _LAYER.match(each.name) for each in parameters)
 
 
 def slot_bytes(layers: Iterable[int]) -> int:

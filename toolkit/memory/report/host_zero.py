@@ -13,7 +13,7 @@ from itertools import islice
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.engines.stage12 import gradient_bytes, partition_numel
-from toolkit.memory.engines.streaming import streamed_layers
+from toolkit.memory.engines.streaming import flat_on_host, streamed_layers
 from toolkit.memory.report.host import HostMemory
 from toolkit.memory.trace.events import MemoryTrace
 
@@ -72,7 +72,7 @@ def _replay_overlapped(memory: HostMemory, trace: MemoryTrace, settings: EngineS
     memory.allocate("master parameters", master)
     with memory.temporary("DeepSpeed's own buffers", staging + master):
         memory.allocate("gradients on their way", settings.reduced_itemsize * passed)
-        if settings.streamed != "all":  # else the host steps into the flat weights
+        if not flat_on_host(trace.parameters, settings):  # else the host steps into them
             memory.allocate("weights on their way", settings.itemsize * passed)
     memory.start_passes()
     if settings.sums_on_host:
@@ -83,7 +83,8 @@ def _replay_overlapped(memory: HostMemory, trace: MemoryTrace, settings: EngineS
 def _build_on_host(memory: HostMemory, trace: MemoryTrace, settings: EngineSettings) -> None:
     """Build the whole model on the host, where streamed weights stay, and all trained ones if some of them are streamed."""
     frozen = streamed_layers(trace.parameters, trained=False)
-    flat = sum(parameter.size for parameter in trace.parameters if parameter.trainable and settings.streamed == "all")
+    trained = sum(parameter.size for parameter in trace.parameters if parameter.trainable)
+    flat = trained if flat_on_host(trace.parameters, settings) else 0
     memory.allocate("weights", sum(frozen.values()) + flat)
     moved = sum(parameter.size for parameter in trace.parameters) - sum(frozen.values()) - flat
     page_locked = max(frozen.values(), default=0)  # one layer at a time
