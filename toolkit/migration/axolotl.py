@@ -102,7 +102,7 @@ _ROWS: tuple[Row, ...] = (
     *not_carried("the batch is what the job says", "auto_find_batch_size", fix="`toolkit estimate JOB` finds the largest that fits"),
     *not_carried("a job has no end marks beside the template's", "eot_tokens fix_untrained_tokens added_tokens_overrides shrink_embeddings"),
     *not_carried("quantized models are not trained but in NF4", "gptq gptq_disable_exllama bnb_config_kwargs peft qat quantization model_quantization_config model_quantization_config_kwargs", fix="train.method: qlora"),
-    *not_carried("models are of text", "processor_type is_multimodal image_size image_resize_algorithm"),
+    *not_carried("what is carried is of text: docs/images.md has the keys of images", "processor_type is_multimodal image_size image_resize_algorithm"),
     *not_carried("the job has its own launcher", "use_ray ray_run_name ray_num_workers resources_per_worker"),
     *not_carried("a job reports to tensorboard, wandb, mlflow, trackio and clearml", "use_comet comet_api_key comet_workspace comet_project_name comet_experiment_key comet_mode comet_online comet_experiment_config hf_mlflow_log_artifacts", fix="Set train.report_to"),
     *not_carried("the model is built from its own configuration", "overrides_of_model_kwargs model_kwargs model_config overrides_of_model_config", fix="model.rope_scaling stretches rotary embeddings"),

@@ -317,7 +317,7 @@ _ROWS: tuple[Row, ...] = (
     *not_needed("answers are not generated in training", "max_new_tokens temperature top_k top_p repetition_penalty num_beams stream stop_words logprobs top_logprobs response_prefix padding_side"),
     *not_needed("qlora holds weights in NF4 with quantized scales", "bnb_4bit_use_double_quant bnb_4bit_compute_dtype bnb_4bit_quant_storage"),
     *not_needed("adapters are in the precision of the job, with fp32 copies", "lora_dtype"),
-    *not_needed("models are of text", "freeze_llm freeze_vit freeze_aligner vit_gradient_checkpointing vit_lr aligner_lr max_pixels norm_bbox"),
+    *not_needed("what is carried is of text: docs/images.md has the keys of images", "freeze_llm freeze_vit freeze_aligner vit_gradient_checkpointing vit_lr aligner_lr max_pixels norm_bbox"),
     *not_carried("qlora holds weights in NF4", "bnb_4bit_quant_type", off=(None, "nf4"), fix="train.method: qlora"),
     *not_carried("biases are not trained with adapters", "lora_bias", off=(None, "none"), fix="train.method: full trains them"),
     *not_carried("train.freeze has regular expressions of names", "freeze_parameters freeze_parameters_regex freeze_parameters_ratio trainable_parameters trainable_parameters_regex", fix="Set train.freeze"),

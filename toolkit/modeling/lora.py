@@ -52,18 +52,18 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int, language_alone:
     is_filled = not next(model.parameters()).is_meta
     if lora.init_lora_weights == "loftq" and is_filled and not any(map(keeps_error, model.modules())):
         raise _nothing_rounded()
+    unadapted = [
+        *(_on_other_stages(model) or ()),
+        *(_own_linears(model) if targets == "all-linear" else ()),
+        *(_beside_language(model) if language_alone else ()),
+    ]
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules=_resolved_targets(model, targets),
-        exclude_modules=[
-            *(_on_other_stages(model) or ()),
-            *(_own_linears(model) if targets == "all-linear" else ()),
-            *(_beside_language(model) if language_alone else ()),
-        ]
-        or None,
+        exclude_modules=unadapted or None,
         modules_to_save=list(lora.modules_to_save) or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
@@ -139,7 +139,7 @@ def _on_other_stages(model: PreTrainedModel) -> list[str] | None:
 
 
 def _beside_language(model: PreTrainedModel) -> list[str]:
-    """Return the names of linear layers outside of the language model and its head."""
+    """Return the names of linear layers outside of the language model and its head, of a model that reads images."""
     inside, _ = language_model(model)
     head = model.get_output_embeddings()
     return [

@@ -21,7 +21,7 @@ def plan_of(folder, family, **train):
     from tiny_images import write_image_model
 
     job = image_job(folder, family, train={"precision": "bf16", "per_device_train_batch_size": 2, **train})
-    write_image_model(folder, family, layers=9, tower_layers=6)
+    write_image_model(folder, family, layers=6, tower_layers=4)
     job["cluster"] = {"gpu": "h100-sxm-80gb", "gpus_per_node": 2}
     return tk.resolve(tk.Job.model_validate(job))
 
