@@ -137,6 +137,23 @@ def test_a_pipeline_waits_for_its_other_stages():
     assert waits[0] > 1.5 * waits[1] > 0
 
 
+@pytest.mark.full
+def test_ranks_that_share_rows_pay_for_their_exchanges():
+    """Four all-to-alls of a layer in each pass: queries, keys, values and the output."""
+    train = {"sequence_length": 4096, "per_device_train_batch_size": 1, "gradient_checkpointing": False}
+    shared = time_of(ranks=2, parallel={"context": 2, "zero_stage": 2}, train=train)
+    alone = time_of(ranks=2, parallel={"zero_stage": 2}, train=train)
+    assert shared.tokens_per_step == alone.tokens_per_step / 2
+    made = plan(ranks=2, parallel={"context": 2, "zero_stage": 2}, train=train)
+    [trace] = trace_ranks(made)
+    for phase in ("forward", "backward"):
+        sent = [one.count for one in trace.operations if one.kind == "collective" and one.phase == phase]
+        assert sum(sent) == 4 * trace.num_layers
+    assert shared.parts["context parallelism"] > 0
+    assert shared.parts["products"] == pytest.approx(alone.parts["products"] / 2, rel=0.1)
+    assert shared.parts["attention"] == pytest.approx(alone.parts["attention"] / 2, rel=0.1)
+
+
 def test_tensor_ranks_pay_for_their_reductions():
     time = time_of(ranks=2, parallel={"tensor": 2, "zero_stage": 1})
     assert time.parts["tensor parallelism"] > 0

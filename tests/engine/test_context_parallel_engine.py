@@ -59,6 +59,8 @@ def cases() -> dict[str, Case]:
     made["experts zero 2"] = Case(train=SGD, stage=2, architecture="qwen3_moe", data=1, context=2)
     made["tied zero 3"] = Case(train=SGD, stage=3, architecture="llama-tied", data=1, context=2)
     made["optimizer-cpu zero 2"] = Case(train=ADAM, stage=2, offload="optimizer-cpu", data=1, context=2, **CLOSE)
+    made["qlora zero 2"] = Case(train=LORA | {"method": "qlora"}, stage=2, data=1, context=2)
+    made["activations-cpu zero 2"] = Case(train=SGD | AGAIN, stage=2, offload="activations-cpu", data=1, context=2)
     made["smoothed zero 1"] = Case(train=SGD | {"z_loss": 1e-2}, stage=1, data=1, context=2)
     return made
 

@@ -119,6 +119,8 @@ def test_ranks_that_share_rows_are_neighbours_of_the_data_axis():
     grid = Grid.from_world(world_size=16, tp=2, cp=2)
     assert (grid.dp, grid.row_groups, grid.size("cp"), grid.size("dp")) == (8, 4, 2, 8)
     assert grid.groups("cp")[:2] == ((0, 2), (1, 3))
+    assert "cp" in grid.kinds
+    assert "cp" not in Grid(dp=4).kinds
     for rank in range(16):
         group = grid.group_of(rank, "cp")
         assert group[grid.context_rank(rank)] == rank

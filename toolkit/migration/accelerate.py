@@ -184,7 +184,7 @@ def axes(r: Reading) -> None:
         r.carry("parallel.fsdp2.dp_replicate_size", int(replicas), f"{section}.parallelism_config_dp_replicate_size")
     for key in ("cp_size", "sp_size"):
         path = f"{section}.parallelism_config_{key}"
-        (r.unneeded if r.number(path) in (None, 1) else r.refuse)("sequences are not shared", path)
+        (r.unneeded if r.number(path) in (None, 1) else r.refuse)("rows are shared in a way of its own here", path)
     r.unneeded("the number of ranks decides it", *(key for key in r.leaves if key.startswith(f"{section}.")))
     backend = next((r.value(key) for key in ("dynamo_config.dynamo_backend", "dynamo_backend") if r.given(key)), None)
     if backend is not None and str(backend).upper() == "INDUCTOR":

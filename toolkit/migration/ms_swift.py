@@ -323,7 +323,7 @@ _ROWS: tuple[Row, ...] = (
     *not_carried("train.freeze has regular expressions of names", "freeze_parameters freeze_parameters_regex freeze_parameters_ratio trainable_parameters trainable_parameters_regex", fix="Set train.freeze"),
     *not_carried("adapters are of linear layers, not of single parameters", "target_parameters", fix="Set train.lora.target_modules"),
     *not_carried("a job renders by the tokenizer's template", "agent_template template_backend", off=(None, "swift")),
-    *not_carried("sequences are not shared", "sequence_parallel_size", off=(None, 1), fix="parallel.tensor with parallel.sequence_parallel shares activations"),
+    *not_carried("rows are shared in a way of its own here", "sequence_parallel_size", off=(None, 1), fix="Set parallel.context, under ZeRO"),
     *not_carried("the factor depends on the model's longest sequence", "rope_scaling max_model_len", fix="Set model.rope_scaling: {type: yarn, factor: ...}"),
     *not_carried("a job has no such tuner", "lora_ga_batch_size lora_ga_iters lora_ga_max_length lora_ga_direction lora_ga_scale lora_ga_stable_gamma use_galore galore_target_modules galore_rank galore_update_proj_gap galore_scale galore_proj_type galore_optim_per_parameter galore_with_embedding galore_quantization galore_proj_quant galore_proj_bits galore_proj_group_size lisa_activated_layers lisa_step_interval llamapro_num_new_blocks llamapro_num_groups reft_layers reft_rank reft_intervention_type reft_args", fix="train.method may be full, lora or qlora"),
     *not_carried("all data sets are joined", "interleave_prob", fix="data.sources have weights"),

@@ -177,7 +177,7 @@ ROWS: tuple[Row, ...] = (
     *not_carried("a job runs at the speed of nondeterministic kernels", "full_determinism"),
     *not_carried("the name of a run is that of its folder", "run_name", fix="Name train.output_dir, or set WANDB_NAME"),
     *not_carried("a tracker's project is set outside of the job", "project trackio_space_id trackio_bucket_id trackio_static_space_id", off=(None, "", "huggingface"), fix="Set WANDB_PROJECT"),
-    *not_carried("a job has no such axes", "parallelism_config", fix="parallel.tensor and parallel.pipeline"),
+    *not_carried("a job has no such axes", "parallelism_config", fix="parallel.tensor, parallel.pipeline and parallel.context"),
     *not_carried("tokens stay out of files", "hub_token push_to_hub_token", fix="Set HF_TOKEN, or `hf auth login`"),
     *not_carried("it is an old name", "push_to_hub_model_id push_to_hub_organization", fix="Set train.push_to_hub to owner/name"),
     *not_carried("it is an old name of per_device_train_batch_size", "per_gpu_train_batch_size", fix="Set train.per_device_train_batch_size"),

@@ -160,6 +160,11 @@ class Grid:
         """Number of data-parallel groups of ranks that read different rows: dp / cp, the one of the batch equation."""
         return self.dp // self.cp
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the kinds of group that this grid has: those of `KINDS`, and `"cp"` where ranks share rows."""
+        return (*KINDS, *((CONTEXT,) if self.cp > 1 else ()))
+
     def row_group(self, rank: int) -> int:
         """Return which of the `row_groups` a rank is in; its ranks read the same rows."""
         return self.coordinate(rank).dp // self.cp

@@ -8,7 +8,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from toolkit.errors import PlanError, Problem, raise_all
-from toolkit.topology.grid import KINDS, Grid, divisors, join
+from toolkit.topology.grid import Grid, divisors, join
 
 if TYPE_CHECKING:
     from toolkit.config.job import Job
@@ -81,8 +81,8 @@ class Placement:
         return GroupKind(kind="-".join(kinds), size=len(groups[0]), num_groups=len(groups), max_nodes=widest)
 
     def describe(self) -> tuple[GroupKind, ...]:
-        """Return the placement of every kind of `KINDS`."""
-        return tuple(self.kind(kind) for kind in KINDS)
+        """Return the placement of every kind of the grid."""
+        return tuple(self.kind(kind) for kind in self.grid.kinds)
 
 
 def place_job(job: Job) -> Placement:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.topology.grid import KINDS, Coordinate
+from toolkit.topology.grid import Coordinate
 from toolkit.topology.placement import Placement
 
 HEADER = ("rank", "node", "local", "pp", "dp", "tp", "tp group", "dp group", "pp group")
@@ -102,7 +102,7 @@ def to_dict(placement: Placement) -> dict[str, Any]:
             }
             for rank in range(grid.world_size)
         ],
-        "groups": {kind: _kind(placement, kind) for kind in KINDS},
+        "groups": {kind: _kind(placement, kind) for kind in grid.kinds},
     }
 
 

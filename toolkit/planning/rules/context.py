@@ -52,9 +52,6 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
         yield _refused(
             "parallel.strategy", parallel.strategy, "it has been tested in the DeepSpeed engine alone", "zero"
         )
-    if draft.profile.streams:
-        why = "layers whose weights are streamed have not been tested with it"
-        yield _refused("parallel.offload_engine", "overlapped", why, "deepspeed")
     if draft.settings.precision == "fp8":
         yield _refused("train.precision", "fp8", "float8 products of slices have not been tested", "bf16")
     if train.torch_compile:
