@@ -9,6 +9,7 @@ memory, seconds a step, the time to the first step, and with `--profile` the sec
     python benchmarks/job_speed.py tests/data/cards/two_card_cases.yaml --gpus 2 --out rows.jsonl --mode toolkit torch-fsdp2
     python benchmarks/job_speed.py tests/data/cards/architecture_cases.yaml --foresee --out rows.jsonl
     python benchmarks/job_speed.py tests/data/cards/long_cases.yaml --foresee --out rows.jsonl
+    python benchmarks/job_speed.py tests/data/cards/task_cases.yaml --foresee --out rows.jsonl
 
 With `--foresee` a row also has what the estimate of this machine's packages says, which is made while the run imports.
 Modes: `toolkit` runs the job by `tk.initialize`; `trainer-zero3` the same micro batch, accumulation and method by Trainer
@@ -61,7 +62,7 @@ def plan_of(case: Mapping[str, Any], folder: Path, *, gpu: str, gpus: int = 1) -
         (folder / name / "config.json").write_text(json.dumps(case["config"]), encoding="utf-8")
         name = str(folder / name)
     document = {
-        "model": {"name": name, "init": "random"},
+        "model": {"name": name, "init": "random", **case.get("labels", {})},
         "cluster": {"gpu": gpu, "gpus_per_node": gpus, "host_memory_gib": 1024},
         "train": {"max_steps": STEPS, **case.get("train", {})},
         "parallel": case.get("parallel", {}),
@@ -75,12 +76,37 @@ def random_batches(plan: Any) -> Iterator[list[dict[str, Any]]]:
     import torch
 
     batch = plan.settings.batch
+    if plan.settings.task != "causal-lm":
+        own = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+        while True:
+            yield [random_labelled(plan, own) for _ in range(batch.accumulation)]
     # Ranks that share a model or its rows take the same batch.
     generator = torch.Generator().manual_seed(plan.grid.row_group(int(os.environ["RANK"])))
     shape = (batch.accumulation, batch.micro, plan.settings.sequence_length)
     while True:
         ids = torch.randint(0, plan.model.vocab_size, shape, generator=generator)
         yield [{"input_ids": micro, "labels": micro} for micro in ids]
+
+
+def random_labelled(plan: Any, generator: Any) -> dict[str, Any]:
+    """A micro-batch of a task with labels of its own: all rows full but the last, which is padded to half."""
+    import torch
+
+    settings = plan.settings
+    shape = (settings.batch.micro, settings.sequence_length)
+    padding = plan.model.config.get("pad_token_id") or 0
+    ids = torch.randint(5, plan.model.vocab_size, shape, generator=generator)
+    attention = torch.ones_like(ids)
+    ids[-1, shape[1] // 2 :], attention[-1, shape[1] // 2 :] = padding, 0
+    if settings.problem_type is None:
+        labels = torch.randint(0, settings.num_labels or plan.model.vocab_size, shape, generator=generator)
+        labels = labels.masked_fill(attention == 0, -100)
+    elif settings.problem_type == "single_label_classification":
+        labels = torch.randint(0, settings.num_labels, shape[:1], generator=generator)
+    else:
+        several = (settings.num_labels,) if settings.num_labels > 1 else ()
+        labels = torch.randint(0, 2, (*shape[:1], *several), generator=generator).float()
+    return {"input_ids": ids, "attention_mask": attention, "labels": labels}
 
 
 # ------------------------------------------------------------------------------------------------------------ one run

@@ -178,6 +178,7 @@ TABLE: dict[str, Row] = {
             "train_batch_size": NO_COUNT,
             "vocab_size": NO_COUNT,
             "base": NO_PATH,
+            "labels": [3, "yes", ["no", "yes"]],
             "num_proc": NO_COUNT,
             "progress": NO_FLAG,
         },
@@ -195,6 +196,7 @@ TABLE: dict[str, Row] = {
             "lora": [None, {"r": 8}, 3],
             "seed": [None, *NO_INT],
             "language_alone": [None, 1, "yes"],
+            "task": [None, 3, "chat"],
         },
     ),
     "estimate_module": (

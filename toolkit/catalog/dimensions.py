@@ -22,14 +22,14 @@ MAX_LAYERS = 10_000
 ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "vocab_size": ("n_words",),
-        "hidden_size": ("n_embd", "n_embed", "d_model", "emb_dim"),
+        "hidden_size": ("n_embd", "n_embed", "d_model", "emb_dim", "dim"),
         "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
         "num_attention_heads": (
             *("n_head", "n_heads", "num_heads", "attention_heads"),
             *("decoder_attention_heads", "num_decoder_attention_heads"),
         ),
         "num_key_value_heads": ("num_kv_heads", "n_head_kv", "n_kv_heads"),
-        "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "decoder_ffn_dim"),
+        "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "decoder_ffn_dim", "hidden_dim"),
         "max_position_embeddings": ("n_positions", "max_seq_len", "max_sequence_length", "max_target_positions"),
         "num_experts": ("num_local_experts", "n_routed_experts"),
     }
@@ -172,6 +172,13 @@ _OWN_NAMES: Mapping[str, frozenset[str]] = {
 }
 # Only state-space and recurrent layers: the heads of some of these are those of the state.
 _WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
+# Encoders that number positions from behind the padding token's (create_position_ids_from_input_ids of their modeling files).
+_NUMBERED_FROM_PADDING = frozenset(
+    {
+        *("camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm"),
+        *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+    }
+)
 # These compute the head width and read no `head_dim`.
 _FIXED_HEAD_DIM = frozenset({"gpt2", "gpt_neox", "opt", "falcon"})
 
@@ -350,6 +357,14 @@ def _canonical(config: Mapping[str, Any], ignored: frozenset[str]) -> dict[str, 
     return {**renamed, **{key: value for key, value in plain.items() if value is not None or key not in renamed}}
 
 
+def _longest_sequence(fields: Fields) -> int:
+    positions = fields.size("max_position_embeddings")
+    if fields.text_type not in _NUMBERED_FROM_PADDING:
+        return positions
+    padding = fields.values.get("pad_token_id")
+    return max(1, positions - 1 - (padding if isinstance(padding, int) else 1))
+
+
 def read_dimensions(config: Mapping[str, Any], *, source: str = "config.json") -> Dimensions:
     """Return the sizes of the model that a `config.json` describes.
 
@@ -374,7 +389,7 @@ def read_dimensions(config: Mapping[str, Any], *, source: str = "config.json") -
         head_dim=fields.head_dim,
         intermediate_size=fields.intermediate,
         vocab_size=fields.size("vocab_size"),
-        max_position_embeddings=None if unbounded else fields.size("max_position_embeddings"),
+        max_position_embeddings=None if unbounded else _longest_sequence(fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         num_experts=num_experts,
     )

@@ -14,12 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolkit.catalog.dimensions import read_dimensions
 from toolkit.catalog.files import configs_root, read_config
-from toolkit.catalog.parameters import count_parameters
+from toolkit.catalog.parameters import count_of_task
 from toolkit.catalog.rope import longest, with_rope_scaling
-from toolkit.catalog.tasks import class_problems, task_of
+from toolkit.catalog.tasks import class_problems, has_new_head, num_labels_of, task_of
 from toolkit.catalog.weights import Weights, count_stored_parameters, find_weights
 from toolkit.config.fields import Word, adapter_of
-from toolkit.config.job import Model, Task
+from toolkit.config.job import CLASSIFYING, Model, Task
 from toolkit.config.paths import is_file, path_kind, shown
 from toolkit.errors import Problem, SpecError, raise_all
 from toolkit.io import read_json_object
@@ -289,9 +289,11 @@ def _build(
         # A config without the sizes of a decoder may not be of a decoder; report that first.
         raise_all(SpecError, _class_problems(model, config, task))
         raise
-    counted = count_parameters(config)
+    num_labels = num_labels_of(model, config)[0] if task in CLASSIFYING else 0
+    counted = count_of_task(config, task, num_labels)
     stored = None
-    if counted is None and weights is not None and weights.files:
+    new_head = has_new_head(task, config)
+    if counted is None and weights is not None and weights.files and not new_head:
         stored = count_stored_parameters(weights, config, tied=sizes.tie_word_embeddings)
     return ModelSpec(
         name=model.name,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from toolkit.arguments import shown
 from toolkit.bounded import OutOfBoundsError, call_bounded
 from toolkit.catalog.dimensions import Fields
 from toolkit.catalog.families import FAMILIES, Family, Linear
+from toolkit.config.job import CLASSIFYING, Task
 from toolkit.errors import SpecError
 
 
@@ -102,6 +103,28 @@ def count_parameters(config: Mapping[str, Any]) -> ParameterCount | None:
         experts=experts,
         active=total - sum(idle),
     )
+
+
+def count_of_task(config: Mapping[str, Any], task: Task, num_labels: int) -> ParameterCount | None:
+    """Count the parameters of the model that a task has, as `count_parameters` does those of a causal language model.
+
+    A classifier on a decoder has a linear head without a bias, or with one for tokens.
+
+    Args:
+        config: Content of config.json.
+        task: Value of `model.task`.
+        num_labels: Classes of a classifier.
+    Source:
+        transformers modeling_layers.py GenericForSequenceClassification, GenericForTokenClassification.
+    """
+    counted = count_parameters(config)
+    if task == "causal-lm" or counted is None:
+        return counted
+    if task not in CLASSIFYING:
+        return None
+    width = Fields(config).hidden
+    head = num_labels * (width + (task == "token-classification"))
+    return replace(counted, head=head, active=counted.active - counted.head + head)
 
 
 def _idle_experts(f: Fields, experts: int) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from toolkit.catalog.architectures import own_class_name, runs_own_code, task_classes
-from toolkit.config.job import Model, Task
+from toolkit.config.job import CLASSIFYING, Model, ProblemType, Task
 from toolkit.errors import Problem
 
 # What a task trains, in words.
@@ -54,6 +54,63 @@ def default_task(config: Mapping[str, Any]) -> tuple[Task, str]:
     if first.endswith(_CONDITIONAL) and model_type in task_classes("image-text-to-text"):
         return "image-text-to-text", said
     return "causal-lm", "config.json says no other task"
+
+
+def num_labels_of(model: Model, config: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the number of classes of a classifier, and the reason: the job's, those of config.json, or transformers' default.
+
+    >>> num_labels_of(Model(name="m", labels=("no", "yes", "both")), {})
+    (3, 'model.labels names them')
+    """
+    if model.labels is not None:
+        return len(model.labels), "model.labels names them"
+    if model.num_labels is not None:
+        return model.num_labels, "written in the job"
+    for key in ("id2label", "num_labels"):
+        value = config.get(key)
+        if key == "id2label" and isinstance(value, Mapping) and value:
+            return len(value), "id2label of config.json"
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value, "num_labels of config.json"
+    return 2, "transformers' default, as neither the job nor config.json says"
+
+
+def label_names(model: Model, config: Mapping[str, Any], num_labels: int) -> tuple[str, ...]:
+    """Return the names of the classes: the job's, those of config.json if as many, or transformers' LABEL_0, LABEL_1, ...
+
+    >>> label_names(Model(name="m"), {"id2label": {"1": "yes", "0": "no"}}, 2)
+    ('no', 'yes')
+    """
+    if model.labels is not None:
+        return model.labels
+    own = config.get("id2label")
+    if isinstance(own, Mapping) and len(own) == num_labels:
+        named = {str(number): str(name) for number, name in own.items()}
+        if all(str(number) in named for number in range(num_labels)):
+            return tuple(named[str(number)] for number in range(num_labels))
+    return tuple(f"LABEL_{number}" for number in range(num_labels))
+
+
+def problem_type_of(model: Model, config: Mapping[str, Any], num_labels: int) -> tuple[ProblemType, str]:
+    """Return what a classifier of sequences learns, and the reason.
+
+    Source:
+        transformers loss/loss_utils.py ForSequenceClassificationLoss: numbers for one label, else one class.
+    """
+    if model.problem_type is not None:
+        return model.problem_type, "written in the job"
+    for kind in get_args(ProblemType):
+        if config.get("problem_type") == kind:
+            return kind, "problem_type of config.json"
+    if num_labels == 1:
+        return "regression", "num_labels=1, as in transformers"
+    return "single_label_classification", f"num_labels={num_labels}, as in transformers"
+
+
+def has_new_head(task: Task, config: Mapping[str, Any]) -> bool:
+    """Return whether a classifier's head is not that of the pretrained model, as far as its config.json says."""
+    named = _named(config)
+    return task in CLASSIFYING and task_classes(task).get(str(config.get("model_type"))) not in named
 
 
 def _generates(name: str) -> bool:

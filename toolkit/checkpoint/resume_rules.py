@@ -335,6 +335,8 @@ RULES: dict[str, Rule] = {
     "model.task": replace(
         _REFUSED, value=lambda plan: plan.settings.task, why="its checkpoint has the head of another task"
     ),
+    **_each(replace(_REFUSED, why="its head has other labels"), "model", "num_labels problem_type"),
+    "model.labels": _TOLD,
     "model.init": replace(_REFUSED, counts=_with_adapters, why="its adapters were trained on those weights"),
     "model.tokenizer": _CONTENT,
     **_each(_ORDER, "model", "added_tokens added_special_tokens"),

@@ -33,7 +33,7 @@ def data(
 
     JSON keys: format, warnings, sources (name, records, documents of an epoch), streamed (then train is of the first 1000
     documents), train, eval (null without validation data, or with named sets) and eval_sets (by name), each with documents, sequences, tokens,
-    target_tokens, truncated, dropped_long, dropped_tokens, dropped_documents, dropped_sequences, padding_fraction, packing,
+    target_tokens, truncated, dropped_long, dropped_tokens, dropped_documents, dropped_sequences, padding_fraction, packing, per_token (or a label a text),
     sequence_length, document_tokens (median, p95, max, total); rows (row, tokens, learned, padding, text: pairs of text
     and whether it is learned).
     """
@@ -76,7 +76,12 @@ def _fields(figures: dict[str, Any]) -> list[tuple[str, str]]:
             f"total {lengths['total']:,}",
         ),
         ("rows", f"{figures['sequences']:,} of {most}{figures['sequence_length']:,} tokens"),
-        ("learned", f"{learned:,} of {tokens:,} tokens ({learned / tokens:.1%})"),
+        (
+            "learned",
+            f"{learned:,} of {tokens:,} tokens ({learned / tokens:.1%})"
+            if figures["per_token"]
+            else f"{learned:,} labels",
+        ),
         ("padding", f"{figures['padding_fraction']:.1%}"),
         ("cut", f"{figures['truncated']:,} documents ({figures['truncated'] / documents:.1%})"),
         (

@@ -19,6 +19,7 @@ from toolkit.config.user_code import unfound
 from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX, ChatTemplate
 from toolkit.dataset_inspection.formats import Format
 from toolkit.dataset_inspection.inspect import DatasetFacts, peek
+from toolkit.dataset_inspection.labels import data_of_task
 from toolkit.errors import Problem, SpecError
 from toolkit.launch.packages import tracker_problems
 from toolkit.planning.plan import Plan
@@ -26,7 +27,8 @@ from toolkit.planning.plan_warnings import plan_warnings
 from toolkit.planning.refusals import refusals
 from toolkit.planning.resolve import resolve, resolve_with
 from toolkit.planning.rules.integrations import consumer_problems
-from toolkit.planning.trainable import training_problems
+from toolkit.planning.trainable import task_problems, training_problems
+from toolkit.planning.unchecked_plan import labels_of
 from toolkit.topology.placement import place_job
 
 _CONSUMERS = {"trainer": "transformers.Trainer", "accelerate": "Accelerate scripts"}
@@ -76,9 +78,15 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
     readable = tokenizer is not None and len(problems) == unread
     data = None
     if job.data is not None:
-        images = model is not None and task_of(job.model, model.config) == "image-text-to-text"
-        data, found = peek(job.data, template=_chat_template(facts, images=images), runs_code=True)
-        problems += found
+        config = {} if model is None else model.config
+        task = task_of(job.model, config)
+        labels = None if model is None else labels_of(job.model, config, task)
+        asked = data_of_task(job.data, task)
+        data, found = peek(
+            asked, template=_chat_template(facts, images=task == "image-text-to-text"), runs_code=True, labels=labels
+        )
+        if not any(task_problems(task)):  # else nothing reads them
+            problems += found
     problems += output_problems(job.train.output_dir)
     problems += user_code_problems(job)
     if readable and tokenizer is not None and (data is not None or job.model.tokenizer is not None):

@@ -58,6 +58,9 @@ Task = Literal[
     "image-text-to-text",
 ]
 KernelPackage = Literal["mamba-ssm", "causal-conv1d", "flash-linear-attention"]
+# Tasks whose head gives a score to each class.
+CLASSIFYING: tuple[Task, ...] = ("sequence-classification", "token-classification")
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Method = Literal["full", "lora", "qlora"]
@@ -94,7 +97,7 @@ Schedule = Literal[
 PartitionWay = Literal["auto", "parameters", "uniform"]
 Packing = Literal["wrapped", "separated", "none"]
 AnyPacking = Literal[Packing, "padding_free", "best_fit"]  # `packing_named` reads the last two
-DataFormat = Literal["auto", "text", "prompt_completion", "messages", "tokens"]
+DataFormat = Literal["auto", "text", "prompt_completion", "messages", "tokens", "text_label", "tokens_tags"]
 Part = Literal["train", "eval"]  # of the data
 LossOn = Literal["all", "completion", "assistant", "last_assistant"] | Annotated[tuple[Word, ...], Field(min_length=1)]
 Kept = Literal["linear", "attention"]  # results, in layers that recompute
@@ -143,6 +146,12 @@ class Model(Section):
     """What the model is trained to do, by the hub's names, which decides its class and head; when left out, what `architectures` of its
     config.json says, such as `sequence-classification` for BertForSequenceClassification.
     """
+    labels: Annotated[tuple[Word, ...], Field(min_length=1)] | None = None
+    """Names of the classes of a classifier, in the order of their numbers; the export has them as `id2label`."""
+    num_labels: Count | None = None
+    """Number of classes of a classifier, or of values of a regression, where `labels` does not name them."""
+    problem_type: ProblemType | None = None
+    """What a classifier of sequences learns, by transformers' names: one class of each, several, or numbers."""
     init: Literal["pretrained", "random"] | None = None
     """`pretrained` loads the weights; `random` draws them from `train.seed`."""
     added_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -475,10 +484,10 @@ class Train(Section):
     """Exports the checkpoint whose `metric_for_best_model` was best, which is also kept when others are deleted."""
     metric_for_best_model: Word | None = None
     """Metric of an evaluation, with or without `eval_`, for `load_best_model_at_end` and `early_stopping_patience`:
-    `loss` when left out.
+    `loss` when left out. Classifiers have `accuracy` and `f1`, regressions `mse` and `mae`.
     """
     greater_is_better: StrictBool | None = None
-    """Whether more of the metric is better; true when left out, unless its name ends with `loss`."""
+    """Whether more of the metric is better; true when left out, unless its name ends with `loss`, `mse` or `mae`."""
     early_stopping_patience: Count | None = None
     """Ends the run after this many evaluations in a row without a better metric."""
     early_stopping_threshold: NonNegativeNumber = 0.0
@@ -538,7 +547,11 @@ class Train(Section):
     @property
     def best_is_greater(self) -> bool:
         """Whether more of that metric is better."""
-        return not self.best_metric.endswith("loss") if self.greater_is_better is None else self.greater_is_better
+        return (
+            not self.best_metric.endswith(("loss", "mse", "mae"))
+            if self.greater_is_better is None
+            else self.greater_is_better
+        )
 
     @property
     def adapters(self) -> Lora:
@@ -647,7 +660,9 @@ class Data(Section):
     validation_fraction: OpenFraction | None = None
     """Share of `train` that is held out for validation."""
     format: DataFormat = "auto"
-    """`text`, `prompt_completion`, `messages`, or `tokens` (`input_ids`, and `labels`); `auto` tells it by the columns."""
+    """`text`, `prompt_completion`, `messages`, or `tokens` (`input_ids`, and `labels`); of classifiers `text_label` (`text`, `label`)
+    or `tokens_tags` (`tokens`, `tags`); `auto` tells it by the task and the columns.
+    """
     preprocess: UserCode | None = None
     """A function of yours as `module:function`: it gets each record as a dict, and returns the one to read in its place, or None
     to leave it out.

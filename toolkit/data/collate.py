@@ -32,6 +32,9 @@ class Packed(Protocol):
     @property
     def pad_token_id(self) -> int: ...
 
+    @property
+    def per_token(self) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collator:
@@ -39,12 +42,13 @@ class Collator:
 
     `wrapped`: input_ids and labels. `separated`: also position_ids, which restart at each document; from them the
     model derives a block-diagonal mask, if given no attention_mask and no cache. `none`: also attention_mask; rows are
-    padded to the longest, in multiples of 8 and of `num_slices`, at most sequence_length.
+    padded to the longest, in multiples of 8 and of `num_slices`, at most sequence_length. Labels of whole rows are stacked as they are.
 
     Args:
         packing: Packing of the rows.
         sequence_length: Tokens of a full row.
         pad_token_id: Token that fills a row.
+        per_token: Whether labels are those of tokens.
         flatten: Whether to concatenate `separated` rows, shape (1, batch * sequence): flash attention derives documents
             from position_ids only in a batch of one.
         num_slices: Number of ranks that share each row.
@@ -56,6 +60,7 @@ class Collator:
     packing: Packing
     sequence_length: int
     pad_token_id: int
+    per_token: bool = True
     flatten: bool = False
     num_slices: int = 1
 
@@ -74,6 +79,7 @@ class Collator:
             packing=dataset.packing,
             sequence_length=dataset.sequence_length,
             pad_token_id=dataset.pad_token_id,
+            per_token=dataset.per_token,
             flatten=flatten,
             num_slices=num_slices,
         )
@@ -88,14 +94,20 @@ class Collator:
         longest = max(len(row["input_ids"]) for row in rows)
         multiple = math.lcm(ROUND_TO, self.num_slices)
         shape = (len(rows), min(self.sequence_length, -(-longest // multiple) * multiple))
-        input_ids, labels = np.full(shape, self.pad_token_id, np.int64), np.full(shape, IGNORED, np.int64)
-        attention_mask = np.zeros(shape, np.int64)
+        fills = {"input_ids": self.pad_token_id, "labels": IGNORED, "token_type_ids": 0}
+        arrays = {}
+        for name in fills:
+            if name not in rows[0]:
+                continue
+            if name == "labels" and not self.per_token:
+                arrays[name] = np.stack([row[name] for row in rows])
+                continue
+            arrays[name] = np.full(shape, fills[name], np.int64)
+            for at, row in enumerate(rows):
+                arrays[name][at, : len(row[name])] = row[name]
+        arrays["attention_mask"] = np.zeros(shape, np.int64)
         for at, row in enumerate(rows):
-            length = len(row["input_ids"])
-            input_ids[at, :length] = row["input_ids"]
-            labels[at, :length] = row["labels"]
-            attention_mask[at, :length] = 1
-        arrays = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
+            arrays["attention_mask"][at, : len(row["input_ids"])] = 1
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 

@@ -248,6 +248,10 @@ def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: LossOn) -> None
     if problem := loss_on_problem(loss_on, format_):
         problems.append(problem)
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    if format_ == "tokens_tags" and not getattr(tokenizer, "is_fast", False):
+        message = f"the tokenizer {name} has no character offsets, which are needed to find the tokens of a word"
+        fix = "Name a tokenizer that has a tokenizer.json in model.tokenizer"
+        problems.append(Problem(code="DATA_SLOW_TOKENIZER", key="model.tokenizer", message=message, fix=fix))
     if format_ in ("text", "prompt_completion") and tokenizer.eos_token_id is None:
         message = f"the tokenizer {name} has no eos_token, so nothing would mark the end of a document"
         fix = "Set eos_token in its tokenizer_config.json, or name another tokenizer in model.tokenizer"

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from toolkit.data.collate import MicroBatch
+from toolkit.data.labelled import LabelledDataset, ignored
 from toolkit.data.packing import PackedDataset
 from toolkit.data.sources import shuffled
 from toolkit.errors import DataError
-from toolkit.modeling.loss import IGNORED
 
 StepBatch = list[MicroBatch]
 Collate = Callable[[Sequence[dict[str, np.ndarray]]], MicroBatch]
@@ -109,7 +109,7 @@ class StepLoader:
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: PackedDataset | LabelledDataset,
         *,
         collate: Collate,
         train_batch_size: int,
@@ -162,7 +162,7 @@ class EvalLoader:
     """Iterates in order over micro-batches of all rows, each of which is on exactly one rank.
 
     All ranks get the same number of micro-batches of the same number of rows, so that their collectives match; missing
-    rows at the end are filled with a row whose labels are all -100.
+    rows at the end are filled with a row whose labels do not count.
 
     Args:
         dataset: Data set of at least one packed row.
@@ -173,7 +173,13 @@ class EvalLoader:
     """
 
     def __init__(
-        self, dataset: PackedDataset, *, collate: Collate, micro_batch_size: int, dp_rank: int, dp_size: int
+        self,
+        dataset: PackedDataset | LabelledDataset,
+        *,
+        collate: Collate,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
     ) -> None:
         self._dataset = dataset
         self._collate = collate
@@ -197,7 +203,7 @@ class EvalLoader:
         if index < len(self._dataset):
             return self._dataset[index]
         row = self._dataset[0]
-        return {**row, "labels": np.full_like(row["labels"], IGNORED)}
+        return {**row, "labels": ignored(row["labels"])}
 
 
 def prefetch(items: Iterator[_Item]) -> Iterator[_Item]:

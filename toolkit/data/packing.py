@@ -71,6 +71,8 @@ class PackedDataset:
     document whose attention stays in it, is -100, so that `(labels != -100).sum()` is the number of tokens in the loss.
     """
 
+    per_token = True  # what the labels are of
+
     def __init__(
         self,
         store: TokenStore,

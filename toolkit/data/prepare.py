@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,18 +17,20 @@ from toolkit.config.job import Data
 from toolkit.data.chat_template import set_chat_template
 from toolkit.data.chats import chat_template
 from toolkit.data.formats import MixedTokeniser, Tokeniser, TransformersTokenizer, check_tokenizer
+from toolkit.data.labelled import LabelledDataset, LabelTokeniser
 from toolkit.data.origins import Share
 from toolkit.data.packing import PackedDataset
 from toolkit.data.processor import Processor
-from toolkit.data.sources import Part, load_documents, progress_bars
+from toolkit.data.sources import Documents, Part, load_documents, progress_bars
 from toolkit.data.store import TokenStore, tokenise
 from toolkit.data.streaming import BUFFER, StreamedRows, StreamedSource, open_source
 from toolkit.dataset_inspection.chat_template import unused_chat_template
 from toolkit.dataset_inspection.formats import Format, image_data_problems
 from toolkit.dataset_inspection.inspect import DatasetFacts, check_data
+from toolkit.dataset_inspection.labels import Labels
 from toolkit.errors import DataError, PlanError, Problem, raise_all
 from toolkit.planning.plan import Plan
-from toolkit.planning.trainable import data_section_problems
+from toolkit.planning.trainable import data_section_problems, task_problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +41,15 @@ class PreparedData:
     `sources` has the share of each source in an epoch, which is not known of `StreamedRows`.
     """
 
-    train: PackedDataset | StreamedRows
-    eval: PackedDataset | None
+    train: PackedDataset | LabelledDataset | StreamedRows
+    eval: PackedDataset | LabelledDataset | None
     format: Format | Literal["mixed"]
     warnings: tuple[str, ...] = ()
     sources: tuple[Share, ...] = ()
-    eval_sets: dict[str, PackedDataset] = field(default_factory=dict)
+    eval_sets: dict[str, PackedDataset | LabelledDataset] = field(default_factory=dict)
 
     @property
-    def validation(self) -> dict[str, PackedDataset]:
+    def validation(self) -> dict[str, PackedDataset | LabelledDataset]:
         """The validation sets by name, which is empty for the only one."""
         return self.eval_sets if self.eval is None else {"": self.eval}
 
@@ -63,6 +65,7 @@ def prepare(
     train_batch_size: Positive = 1,
     vocab_size: Positive | None = None,
     base: str | Path | None = None,
+    labels: Labels | None = None,
     num_proc: Positive | None = None,
     progress: bool = False,
 ) -> PreparedData:
@@ -79,18 +82,19 @@ def prepare(
         train_batch_size: Sequences per optimizer step over all ranks; the data must have at least as many.
         vocab_size: Rows of the model's embedding; token ids are not checked if None.
         base: Folder that relative paths start from; the working directory if None.
+        labels: Labels of a classifier (`plan.labels`), which the records of its formats (`plan.data`) need.
         num_proc: Number of processes that tokenise; this process if None.
         progress: Whether to show progress bars.
     Raises:
         DataError: Every problem of `check_data`; DATA_HUB, DATA_REVISION, DATA_READ, DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE,
-            DATA_LONG_ROWS, DATA_PREPROCESS, DATA_CHAT_TEMPLATE, DATA_CHAT_DROPPED, DATA_CHAT_TEMPLATE_UNUSED, DATA_SLOW_TOKENIZER, DATA_VOCAB,
+            DATA_LABELS, DATA_LONG_ROWS, DATA_PREPROCESS, DATA_CHAT_TEMPLATE, DATA_CHAT_DROPPED, DATA_CHAT_TEMPLATE_UNUSED, DATA_SLOW_TOKENIZER, DATA_VOCAB,
             DATA_NO_TARGETS, DATA_TOO_SMALL.
     """
     cache_dir, base = Path(cache_dir), None if base is None else Path(base)
     processor = tokenizer if isinstance(tokenizer, Processor) else None
     if processor is not None:
         raise_all(DataError, image_data_problems(data))
-    facts = check_data(data, base=base)
+    facts = check_data(data, base=base, labels=labels)
     set_chat_template(tokenizer, data, base=base)
     for source in facts.train + facts.eval:
         if source.format is not None:
@@ -116,6 +120,13 @@ def prepare(
         if documents.eval is not None:
             parts["data.eval" if data.eval is not None else "data.validation_fraction"] = documents.eval
         parts |= {f"data.eval.{name}": part for name, part in documents.eval_sets.items()}
+        if labels is not None:
+            check_tokenizer(tokenizer, format_=formats[0], loss_on="all")
+            rows = _Rows(data, labels, sequence_length, _padding(tokenizer, vocab_size), cache_dir, num_proc)
+            labelled = {name: rows.of(part, tokenizer) for name, part in parts.items()}
+            return _labelled(
+                labelled, parts, documents, data, tokenizer, vocab_size=vocab_size, train_batch_size=train_batch_size
+            )
         stores = {
             name: tokenise(
                 part.documents, _tokeniser(part, tokenizer, data.system_prompt), cache_dir=cache_dir, num_proc=num_proc
@@ -150,7 +161,7 @@ def prepare(
         if processor is not None:
             problems += _cut_images(dataset, store, parts[part], processor.image_tokens, data)
         if data.long_rows == "refuse":
-            problems += _long_problems(store, parts[part], sequence_length)
+            problems += _long_problems(np.diff(store.offsets), store.num_empty, parts[part], sequence_length)
         problems += _vocabulary_problems(store.max_token, tokenizer, vocab_size, part=part)
         held_out = stream is not None or bool(packed)
         problems += _size_problems(dataset, data, part=part, needed=1 if held_out else train_batch_size)
@@ -165,6 +176,69 @@ def prepare(
         format=formats[0] if len(formats) == 1 else "mixed",
         warnings=(*unread, *documents.warnings),
         sources=() if documents.train is None else documents.train.origins.shares(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What the rows of all parts of a classifier's data have in common."""
+
+    data: Data
+    labels: Labels
+    sequence_length: int
+    pad_token_id: int
+    cache_dir: Path
+    num_proc: int | None
+
+    def of(self, part: Part, tokenizer: Any) -> LabelledDataset:
+        """Tokenise a part."""
+        cuts = self.data.long_rows in (None, "truncate")
+        tokeniser = LabelTokeniser(
+            tokenizer=tokenizer,
+            format=part.kinds[0].format,
+            labels=self.labels,
+            max_length=self.sequence_length if cuts else None,
+            origins=part.origins,
+        )
+        return LabelledDataset(
+            part.documents,
+            tokeniser,
+            sequence_length=self.sequence_length,
+            pad_token_id=self.pad_token_id,
+            long_rows=self.data.long_rows,
+            cache_dir=self.cache_dir,
+            num_proc=self.num_proc,
+        )
+
+
+def _labelled(
+    rows: dict[str, LabelledDataset],
+    parts: Mapping[str, Part],
+    documents: Documents,
+    data: Data,
+    tokenizer: Any,
+    *,
+    vocab_size: int | None,
+    train_batch_size: int,
+) -> PreparedData:
+    """Return the data of a classifier, after the checks of all its parts."""
+    problems: list[Problem] = []
+    for at, (part, dataset) in enumerate(rows.items()):
+        if data.long_rows == "refuse":
+            lengths, empty = dataset.document_tokens, dataset.num_empty
+            problems += _long_problems(lengths, empty, parts[part], dataset.sequence_length)
+        problems += _vocabulary_problems(dataset.max_token, tokenizer, vocab_size, part=part)
+        problems += _size_problems(dataset, data, part=part, needed=1 if at else train_batch_size)
+    raise_all(DataError, problems)
+    assert documents.train is not None, "a stream has no labels that are checked"
+    train, *others = rows.values()
+    return PreparedData(
+        train=train,
+        eval=others[0] if documents.eval is not None else None,
+        eval_sets=dict(zip(documents.eval_sets, others, strict=True)) if documents.eval_sets else {},
+        format=documents.formats[0],
+        warnings=documents.warnings,
+        sources=documents.train.origins.shares(),
     )
 
 
@@ -207,23 +281,25 @@ def prepare_plan(plan: Plan, tokenizer: TransformersTokenizer, **options: Any) -
     Raises:
         PlanError: TRAIN_NO_DATA. DataError: As `prepare`.
     """
-    raise_all(PlanError, data_section_problems(plan.job))
-    assert plan.job.data is not None, "said above"
+    raise_all(PlanError, [*data_section_problems(plan.job), *task_problems(plan.settings.task)])
+    data = plan.data
+    assert data is not None, "said above"
     of_plan: dict[str, Any] = {
         "sequence_length": plan.settings.sequence_length,
         "seed": plan.job.train.seed,
         "cache_dir": plan.output_dir / "cache",
         "train_batch_size": plan.settings.batch.train,
         "vocab_size": plan.model.vocab_size,
+        "labels": plan.labels,
     }
-    made = prepare(plan.job.data, tokenizer=tokenizer, **of_plan | options)
+    made = prepare(data, tokenizer=tokenizer, **of_plan | options)
     return replace(made, warnings=(*made.warnings, *_image_warnings(plan, made)))
 
 
 def _image_warnings(plan: Plan, made: PreparedData) -> Iterator[str]:
     """Yield a warning where the images of a document are more than those that the plan's estimate counts."""
     counted = plan.image_inputs
-    if counted is None or isinstance(made.train, StreamedRows) or made.train.images is None:
+    if counted is None or not isinstance(made.train, PackedDataset) or made.train.images is None:
         return
 
     def pixels(sizes: Sequence[Sequence[int]]) -> int:
@@ -260,15 +336,14 @@ def _vocabulary_problems(max_token: int, tokenizer: Any, vocab_size: int | None,
     return [Problem(code="DATA_VOCAB", key="model.tokenizer", message=message, fix=fix)]
 
 
-def _long_problems(store: TokenStore, part: Part, sequence_length: int) -> list[Problem]:
+def _long_problems(lengths: np.ndarray, num_empty: int, part: Part, sequence_length: int) -> list[Problem]:
     """Return the problem of documents longer than a row, with the place of the first where it is known."""
-    lengths = np.diff(store.offsets)
     long = np.flatnonzero(lengths > sequence_length)
     if not len(long):
         return []
     first = int(long[0])
     # Documents without a token are not in the store, so with any of them its numbers are others than those of the records.
-    key, where = ("data.long_rows", "a document") if store.num_empty else part.origins.of(first)
+    key, where = ("data.long_rows", "a document") if num_empty else part.origins.of(first)
     more = f", as {len(long) - 1:,} more do, the longest {int(lengths.max()):,}" if len(long) > 1 else ""
     message = (
         f"{where} has {int(lengths[first]):,} tokens{more}, and train.sequence_length={sequence_length} under "
@@ -305,7 +380,7 @@ def _text_alone(formats: tuple[Format, ...]) -> Problem:
     )
 
 
-def _size_problems(dataset: PackedDataset, data: Data, *, part: str, needed: int) -> list[Problem]:
+def _size_problems(dataset: PackedDataset | LabelledDataset, data: Data, *, part: str, needed: int) -> list[Problem]:
     report = dataset.report
     if report.dropped_sequences and not report.sequences:
         roles = None if isinstance(data.loss_on, str) else ", ".join(data.loss_on)

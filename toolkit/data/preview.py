@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.data.labelled import LabelledDataset
 from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import PreparedData
 from toolkit.data.streaming import StreamedRows
@@ -41,13 +42,14 @@ def preview(data: PreparedData, tokenizer: Any, *, rows: int) -> dict[str, Any]:
     }
 
 
-def _figures(dataset: PackedDataset) -> dict[str, Any]:
+def _figures(dataset: PackedDataset | LabelledDataset) -> dict[str, Any]:
     """Return the statistics of packing, and the tokens of the documents before it."""
     lengths = dataset.document_tokens
     median, p95 = (int(np.quantile(lengths, share, method="nearest")) for share in (0.5, 0.95))
     return {
         **asdict(dataset.report),
         "packing": dataset.packing,
+        "per_token": dataset.per_token,
         "sequence_length": dataset.sequence_length,
         "document_tokens": {
             "median": median,
@@ -58,8 +60,10 @@ def _figures(dataset: PackedDataset) -> dict[str, Any]:
     }
 
 
-def _row(dataset: PackedDataset, index: int, tokenizer: Any) -> dict[str, Any]:
+def _row(dataset: PackedDataset | LabelledDataset, index: int, tokenizer: Any) -> dict[str, Any]:
     row, num_tokens = dataset[index], int(dataset.row_tokens[index])
+    if isinstance(dataset, LabelledDataset):
+        return _labelled_row(dataset, index, tokenizer)
     learned = row["labels"][:num_tokens] != IGNORED
     return {
         "row": index,
@@ -68,6 +72,30 @@ def _row(dataset: PackedDataset, index: int, tokenizer: Any) -> dict[str, Any]:
         "padding": len(row["labels"]) - num_tokens,
         "text": _spans(row["input_ids"][:num_tokens].tolist(), learned, tokenizer),
     }
+
+
+def _labelled_row(dataset: LabelledDataset, index: int, tokenizer: Any) -> dict[str, Any]:
+    """Return a text and its labels behind it; of tags each behind the tokens of its word."""
+    row = dataset[index]
+    ids, labels, names = row["input_ids"].tolist(), row["labels"], dataset.labels.names
+    found = {"row": index, "tokens": len(ids), "learned": 1, "padding": 0}
+    if not dataset.per_token:
+        label = np.atleast_1d(labels)
+        if dataset.labels.problem_type == "single_label_classification":
+            said = names[int(labels)]
+        elif dataset.labels.problem_type == "regression":
+            said = ", ".join(f"{value:g}" for value in label)
+        else:
+            said = ", ".join(name for name, has in zip(names, label, strict=True) if has)
+        return {**found, "text": [(tokenizer.decode(ids), False), (f" → {said}", True)]}
+    learned = [at for at, tag in enumerate(labels.tolist()) if tag != IGNORED]
+    bounds = [0, *learned, len(ids)] if learned[:1] != [0] else [*learned, len(ids)]
+    text: list[tuple[str, bool]] = []
+    for start, stop in itertools.pairwise(bounds):
+        text.append((tokenizer.decode(ids[start:stop]), False))
+        if labels[start] != IGNORED:
+            text.append((f" [{names[int(labels[start])]}] ", True))
+    return {**found, "learned": len(learned), "text": text}
 
 
 def _spans(ids: list[int], learned: np.ndarray, tokenizer: Any) -> list[tuple[str, bool]]:

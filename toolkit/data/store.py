@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
@@ -46,27 +48,34 @@ class TokenStore:
         return len(self.offsets) - 1
 
 
+class BatchTokeniser(Protocol):
+    """Turns a batch of records into token ids and further columns."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def identity(self) -> tuple[str, ...]: ...
+
+    @property
+    def columns(self) -> Mapping[str, Any]: ...
+
+    def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> Mapping[str, Any]: ...
+
+
+# A column of the tokenised documents beside their tokens, with its type in its file.
+Columns = Mapping[str, np.dtype[Any]]
+_TARGETS: Columns = {"targets": np.dtype(np.uint8)}
+
+
 def tokenise(
     documents: Any, tokeniser: Tokeniser | MixedTokeniser, *, cache_dir: Path, num_proc: int | None
 ) -> TokenStore:
-    """Tokenise a `Dataset`, or open what an earlier call with the same inputs left in `cache_dir`.
-
-    The folder is written under a temporary name and renamed when complete, so ranks that race or die leave no partial one.
-    """
-    folder = cache_dir / f"tokens-{_key(documents, tokeniser)}"
-    if not (folder / "meta.json").is_file():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache_dir, prefix="tokenising-") as scratch:
-            _write(documents, tokeniser, Path(scratch), num_proc=num_proc)
-            try:
-                (Path(scratch) / "store").rename(folder)
-            except OSError:  # another rank was first
-                if not (folder / "meta.json").is_file():
-                    raise
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    """Tokenise a `Dataset`, or open what an earlier call with the same inputs left in `cache_dir`."""
+    folder, meta = stored(documents, tokeniser, _TARGETS, cache_dir=cache_dir, num_proc=num_proc)
     return TokenStore(
-        tokens=_open(folder / "tokens.bin", np.int32),
-        targets=_open(folder / "targets.bin", np.uint8),
+        tokens=opened(folder / "tokens.bin", np.dtype(np.int32)),
+        targets=opened(folder / "targets.bin", _TARGETS["targets"]),
         offsets=np.load(folder / "offsets.npy"),
         max_token=meta["max_token"],
         num_empty=meta["num_empty"],
@@ -74,12 +83,39 @@ def tokenise(
     )
 
 
-def _open(path: Path, dtype: type[np.generic]) -> np.ndarray:
+def stored(
+    documents: Any,
+    tokeniser: BatchTokeniser,
+    columns: Columns,
+    *,
+    cache_dir: Path,
+    num_proc: int | None,
+) -> tuple[Path, dict[str, Any]]:
+    """Tokenise a `Dataset` into files, or find those of an earlier call with the same inputs; return their folder and meta.json.
+
+    The folder is written under a temporary name and renamed when complete, so ranks that race or die leave no partial one. It has
+    tokens.bin, offsets.npy and a file of each column, all of them without documents that have no token.
+    """
+    folder = cache_dir / f"tokens-{_key(documents, tokeniser)}"
+    if not (folder / "meta.json").is_file():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir, prefix="tokenising-") as scratch:
+            _write(documents, tokeniser, columns, Path(scratch), num_proc=num_proc)
+            try:
+                (Path(scratch) / "store").rename(folder)
+            except OSError:  # another rank was first
+                if not (folder / "meta.json").is_file():
+                    raise
+    return folder, json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+
+
+def opened(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """Map a file of numbers into memory."""
     # An empty file cannot be mapped.
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
 
-def _key(documents: Any, tokeniser: Tokeniser | MixedTokeniser) -> str:
+def _key(documents: Any, tokeniser: BatchTokeniser) -> str:
     tokenizer = tokeniser.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -101,7 +137,7 @@ def _without_state(vocabulary: str) -> str:
     return json.dumps({name: value for name, value in content.items() if name not in ("padding", "truncation")})
 
 
-def _write(documents: Any, tokeniser: Tokeniser | MixedTokeniser, scratch: Path, *, num_proc: int | None) -> None:
+def _write(documents: Any, tokeniser: BatchTokeniser, columns: Columns, scratch: Path, *, num_proc: int | None) -> None:
     mapped = documents.map(
         tokeniser,
         batched=True,
@@ -117,14 +153,18 @@ def _write(documents: Any, tokeniser: Tokeniser | MixedTokeniser, scratch: Path,
     store.mkdir()
     lengths: list[np.ndarray] = []
     max_token = -1
-    with (store / "tokens.bin").open("wb") as tokens, (store / "targets.bin").open("wb") as targets:
+    with ExitStack() as files:
+        tokens = files.enter_context((store / "tokens.bin").open("wb"))
+        others = {name: files.enter_context((store / f"{name}.bin").open("wb")) for name in columns}
         for batch in mapped.with_format("arrow").iter(_READ_ROWS):
             ids = batch["input_ids"].combine_chunks()
             flat = np.asarray(ids.flatten()).astype(np.int32)
             lengths.append(np.asarray(ids.value_lengths()).astype(np.int64))
             max_token = max(max_token, int(flat.max(initial=-1)))
             tokens.write(flat.tobytes())
-            targets.write(np.asarray(batch["targets"].combine_chunks().flatten()).astype(np.uint8).tobytes())
+            for name, file in others.items():
+                values = np.asarray(batch[name].combine_chunks().flatten())
+                file.write(values.astype(columns[name]).tobytes())
     every = np.concatenate([np.empty(0, np.int64), *lengths])
     filled = every[every > 0]
     if "images" in tokeniser.columns:

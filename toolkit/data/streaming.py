@@ -160,6 +160,11 @@ class StreamedRows:
     check: Callable[[int, str], None]
 
     @property
+    def per_token(self) -> bool:
+        """Whether labels are those of tokens, as they always are."""
+        return True
+
+    @property
     def fitting(self) -> LongRows:
         """What becomes of documents longer than a row."""
         return self.long_rows or ("truncate" if self.packing == "none" else "split")

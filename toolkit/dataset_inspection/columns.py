@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
-from toolkit.dataset_inspection.formats import FORMAT_COLUMNS, as_format, setting_of
+from toolkit.dataset_inspection.formats import FORMAT_COLUMNS, LABEL_FORMATS, Format, as_format, setting_of
 from toolkit.dataset_inspection.layouts import Layout, fitting_layouts
 from toolkit.errors import Problem
 
@@ -56,6 +56,8 @@ def resolve_layout(columns: Iterable[str], wanted: str, *, key: str, name: str) 
     found, setting = tuple(columns), setting_of(key, "format")
     fitting = {layout.format: layout for layout in fitting_layouts(found, wanted)}
     listed = ", ".join(found) or "none"
+    if wanted in LABEL_FORMATS and not fitting:
+        return _unlabelled(found, as_format(wanted), key=key, name=name)
     if wanted != "auto":
         format_ = as_format(wanted)
         if format_ in fitting:
@@ -82,9 +84,23 @@ def resolve_layout(columns: Iterable[str], wanted: str, *, key: str, name: str) 
     return Problem(code="DATA_COLUMNS", key=key, message=message, fix=fix)
 
 
+_LABEL_COLUMNS: Mapping[Format, str] = {
+    "text_label": "text and label, with text_pair where there are two texts (or sentence; sentence1 and sentence2; premise and "
+    "hypothesis)",
+    "tokens_tags": "tokens and tags (or ner_tags, or labels)",
+}
+
+
+def _unlabelled(columns: tuple[str, ...], format_: Format, *, key: str, name: str) -> Problem:
+    """Return the problem of a source without the columns of a classifier's data."""
+    message = f"columns={', '.join(columns) or 'none'} of {name} have no labelled records: they must be {_LABEL_COLUMNS[format_]}"
+    fix = "Rename the columns, in the file or with `columns` of data.sources, or set model.task to what the data is for"
+    return Problem(code="DATA_COLUMNS", key=key, message=message, fix=fix)
+
+
 def _renames(columns: tuple[str, ...]) -> str:
     """Return the probable intended name of each column, and what to do with the rest; "" if no name is similar."""
-    accepted = [name for names in FORMAT_COLUMNS.values() for name in names]
+    accepted = [name for format_, names in FORMAT_COLUMNS.items() for name in names if format_ not in LABEL_FORMATS]
     meant: dict[str, str] = {}
     for column in columns:
         near = difflib.get_close_matches(column.lower(), accepted, n=1, cutoff=0.75)

@@ -1,4 +1,4 @@
-"""The three document formats: the columns of each, and the checks of its records."""
+"""The formats of documents: the columns of each, and the checks of its records."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from toolkit.config.job import Data, EvalSource, LossOn
 from toolkit.dataset_inspection.image_messages import content_fault
 from toolkit.errors import Problem
 
-Format = Literal["text", "prompt_completion", "messages", "tokens"]
+Format = Literal["text", "prompt_completion", "messages", "tokens", "text_label", "tokens_tags"]
 FORMAT_COLUMNS: dict[Format, tuple[str, ...]] = {
     "text": ("text",),
     "prompt_completion": ("prompt", "completion"),
     "messages": ("messages",),
     "tokens": ("input_ids",),
+    "text_label": ("text", "label"),
+    "tokens_tags": ("tokens", "tags"),
 }
+# Those of classifiers, which a source has only if its job's task asks for it: others read the same columns.
+LABEL_FORMATS: tuple[Format, ...] = ("text_label", "tokens_tags")
 # A message that calls a tool may have no content.
 _CALLS = ("tool_calls", "function_call")
 LOSS_ON_FORMAT: dict[LossOn, Format] = {
@@ -38,6 +42,10 @@ def record_fault(record: Mapping[str, Any], format_: Format) -> str | None:
         return _messages_fault(record.get("messages"))
     if format_ == "tokens":
         return _tokens_fault(record)
+    if format_ == "text_label":
+        return _labelled_fault(record)
+    if format_ == "tokens_tags":
+        return _tagged_fault(record)
     for column in FORMAT_COLUMNS[format_]:
         if not isinstance(value := record.get(column), str):
             return f"{column} is {kind_of(value)}, not a string"
@@ -138,6 +146,29 @@ def _tokens_fault(record: Mapping[str, Any]) -> str | None:
                 rule = "0 nor 1" if allowed else f"{_NOT_LEARNED} nor input_ids[{at}]={token}: labels are not shifted"
                 return f"{column}[{at}] is {value!r}, neither {rule}"
     return None
+
+
+def _labelled_fault(record: Mapping[str, Any]) -> str | None:
+    for column in ("text", "text_pair"):
+        value = record.get(column)
+        if not isinstance(value, str) and not (column == "text_pair" and value is None):
+            return f"{column} is {kind_of(value)}, not a string"
+    return "label is absent or null" if record.get("label") is None else None
+
+
+def _tagged_fault(record: Mapping[str, Any]) -> str | None:
+    words, tags = record.get("tokens"), record.get("tags")
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        return (
+            f"tokens is {kind_of(words)}, not a list of strings"
+            if not isinstance(words, list)
+            else "tokens has an item that is not a string"
+        )
+    if not isinstance(tags, list):
+        return f"tags is {kind_of(tags)}, not a list of as many tags as tokens"
+    if len(words) != len(tags):
+        return f"there are {len(words)} tokens and {len(tags)} tags"
+    return "a tag is null" if None in tags else None
 
 
 def _messages_fault(messages: Any) -> str | None:

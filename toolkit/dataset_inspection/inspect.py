@@ -23,6 +23,7 @@ from toolkit.dataset_inspection.chats import conversation_problems, unread_key_w
 from toolkit.dataset_inspection.columns import renamed, resolve_layout
 from toolkit.dataset_inspection.files import SUFFIXES, Head, Kind, read_head
 from toolkit.dataset_inspection.formats import (
+    LABEL_FORMATS,
     Format,
     as_format,
     has_settings,
@@ -30,6 +31,7 @@ from toolkit.dataset_inspection.formats import (
     section_problems,
     split_of,
 )
+from toolkit.dataset_inspection.labels import Labels, label_problems
 from toolkit.dataset_inspection.layouts import Layout, unread_columns
 from toolkit.dataset_inspection.user_function import head_of
 from toolkit.errors import DataError, Problem, SpecError, ToolkitError, raise_all
@@ -109,7 +111,12 @@ def unread_warning(name: str, columns: Sequence[str]) -> str:
 
 
 def peek(
-    data: Data, *, base: Path | None = None, template: ChatTemplate | None = None, runs_code: bool = False
+    data: Data,
+    *,
+    base: Path | None = None,
+    template: ChatTemplate | None = None,
+    runs_code: bool = False,
+    labels: Labels | None = None,
 ) -> tuple[DatasetFacts, tuple[Problem, ...]]:
     """Inspect the head of every source (1000 records per file), without stopping at the first fault.
 
@@ -118,10 +125,11 @@ def peek(
         base: Folder that relative paths start from; the working directory if None.
         template: Chat template of the tokenizer, if available; `data.chat_template` takes precedence.
         runs_code: Whether to run `data.preprocess` on a record of each source, without which the format is not known.
+        labels: Labels that the records must have; those of other formats are not looked at.
     Returns:
         The facts that could be read, and the problems: DATA_NOT_FOUND, DATA_SUFFIX, DATA_EMPTY, DATA_JSON,
         DATA_SOURCES, PATH_UNREADABLE, DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
-        DATA_REVISION, DATA_VALIDATION, DATA_CHAT_TEMPLATE_FILE, DATA_CHAT_TEMPLATE_UNUSED, DATA_CHAT_TEMPLATE,
+        DATA_LABELS, DATA_REVISION, DATA_VALIDATION, DATA_CHAT_TEMPLATE_FILE, DATA_CHAT_TEMPLATE_UNUSED, DATA_CHAT_TEMPLATE,
         DATA_CHAT_DROPPED.
     """
     problems = section_problems(data)
@@ -131,7 +139,14 @@ def peek(
     for part in get_args(Part):
         for key, source in data.sources_of(part):
             facts = _look_at(
-                source, data, key=key, root=root, template=template, problems=problems, runs_code=runs_code
+                source,
+                data,
+                key=key,
+                root=root,
+                template=template,
+                problems=problems,
+                runs_code=runs_code,
+                labels=labels,
             )
             if facts is not None:
                 sources[part].append(facts)
@@ -149,9 +164,9 @@ def peek(
     return DatasetFacts(train=tuple(sources["train"]), eval=tuple(sources["eval"]), format=found), tuple(problems)
 
 
-def check_data(data: Data, *, base: Path | None = None) -> DatasetFacts:
+def check_data(data: Data, *, base: Path | None = None, labels: Labels | None = None) -> DatasetFacts:
     """Return the facts of `peek`, or raise DataError with all its problems."""
-    facts, problems = peek(data, base=base)
+    facts, problems = peek(data, base=base, labels=labels)
     raise_all(DataError, problems)
     return facts
 
@@ -185,6 +200,7 @@ def _look_at(
     template: ChatTemplate | None,
     problems: list[Problem],
     runs_code: bool,
+    labels: Labels | None,
 ) -> SourceFacts | None:
     name, loss_on = source.path, data.loss_of(source)
     path = root / name
@@ -228,7 +244,7 @@ def _look_at(
             problems += head.problems
             return facts
         head = made
-    return _facts_of(source, head, facts, data.system_prompt, template=template, problems=problems)
+    return _facts_of(source, head, facts, data.system_prompt, template=template, problems=problems, labels=labels)
 
 
 def _local_problems(source: EvalSource, kind: Kind, *, key: str) -> Iterable[Problem]:
@@ -248,6 +264,7 @@ def _facts_of(
     *,
     template: ChatTemplate | None,
     problems: list[Problem],
+    labels: Labels | None,
 ) -> SourceFacts:
     name, key = facts.name, facts.key
     problems += head.problems
@@ -270,6 +287,10 @@ def _facts_of(
         return replace(facts, format=None)
     problems += _type_problems(head.records, layout, key=key, name=name)
     problems += _blank_problems(head.records, layout.format, key=key, name=name)
+    if labels is not None and layout.format in LABEL_FORMATS:
+        sound = [(line, record) for line, record in head.records if layout.fault(record) is None]
+        own = [(line, record if layout.convert is None else layout.convert(record)) for line, record in sound]
+        problems += label_problems(own, labels, key=key, name=name)
     unread_keys = None
     if layout.format == "messages":
         problems += conversation_problems(
@@ -330,6 +351,8 @@ def _type_problems(
         "messages": 'Write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
         "tokens": 'Write {"input_ids": [1, 2, 3]}, and labels of the same length with -100 where nothing is learned',
         "alpaca": 'Make them strings: {"instruction": "...", "input": "", "output": "..."}',
+        "text_label": 'Write {"text": "...", "label": "..."}, with text_pair where there are two texts',
+        "tokens_tags": 'Write {"tokens": ["...", "..."], "tags": ["...", "..."]}, a tag for each token',
         "sharegpt": 'Write {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
     }
     message = f"{name}, record at line {faults[0][0]}: {faults[0][1]}{more}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.dataset_inspection.chat_messages import asks_to_learn, learning_fault, said_besides
-from toolkit.dataset_inspection.formats import FORMAT_COLUMNS, Format, kind_of, record_fault
+from toolkit.dataset_inspection.formats import FORMAT_COLUMNS, LABEL_FORMATS, Format, kind_of, record_fault
 
 Record = Mapping[str, Any]
 
@@ -69,6 +69,8 @@ def fitting_layouts(columns: tuple[str, ...], wanted: str) -> list[Layout]:
     """
     fitting: dict[Format, Layout] = {}
     for layout in LAYOUTS:
+        if wanted != layout.format and (layout.format in LABEL_FORMATS or wanted in LABEL_FORMATS):
+            continue
         if set(layout.needed) <= set(columns) and (layout is not ALPACA_CHAT or wanted == "messages"):
             fitting.setdefault(layout.format, layout)
     if len(fitting) > 1 and wanted != "tokens":  # tools leave their tokens beside the text
@@ -147,7 +149,11 @@ def _sharegpt_chat(record: Record) -> dict[str, Any]:
     return {"messages": messages}
 
 
-_OPTIONAL: dict[Format, tuple[str, ...]] = {"messages": ("tools",), "tokens": ("labels", "attention_mask")}
+_OPTIONAL: dict[Format, tuple[str, ...]] = {
+    "messages": ("tools",),
+    "tokens": ("labels", "attention_mask"),
+    "text_label": ("text_pair",),
+}
 
 
 def _own(format_: Format) -> Layout:
@@ -184,4 +190,31 @@ SHAREGPT = Layout(
     fault=_sharegpt_fault,
     convert=_sharegpt_chat,
 )
-LAYOUTS = (*(_own(format_) for format_ in FORMAT_COLUMNS), ALPACA, ALPACA_CHAT, SHAREGPT)
+
+
+def _named(format_: Format, **theirs: str) -> Layout:
+    """Return the layout of a format whose columns have other names: ours, each with theirs."""
+
+    def converted(record: Record) -> dict[str, Any]:
+        return {ours: record.get(column) for ours, column in theirs.items()}
+
+    return Layout(
+        name=format_,
+        format=format_,
+        needed=tuple(theirs.values()),
+        fault=lambda record: record_fault(converted(record), format_),
+        convert=converted,
+    )
+
+
+# Columns of GLUE, SNLI and their like, of multi-label sets, and of CoNLL's.
+LABELLED = (
+    _named("text_label", text="sentence1", text_pair="sentence2", label="label"),
+    _named("text_label", text="premise", text_pair="hypothesis", label="label"),
+    _named("text_label", text="sentence", label="label"),
+    _named("text_label", text="text", label="labels"),
+    _named("tokens_tags", tokens="tokens", tags="ner_tags"),
+    _named("tokens_tags", tokens="tokens", tags="labels"),
+    _named("tokens_tags", tokens="words", tags="tags"),
+)
+LAYOUTS = (*(_own(format_) for format_ in FORMAT_COLUMNS), ALPACA, ALPACA_CHAT, SHAREGPT, *LABELLED)

@@ -50,6 +50,7 @@ def step_loss(plan: Plan, world: World, engine: Any) -> StepLoss:
         tp_group=world.tp_group,
         vocab_size=plan.model.vocab_size,
         dp_size=world.grid.dp,
+        task=plan.settings.task,
         part=None if world.context_group is None else SequenceSlice.of(world.context_group),
     )
 

@@ -9,13 +9,13 @@ from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.distributed.world import World
 from toolkit.errors import PlanError, raise_all
 from toolkit.planning.plan import Plan
-from toolkit.planning.trainable import data_section_problems
+from toolkit.planning.trainable import data_section_problems, task_problems
 
 
 @checks_arguments
 def prepare_in_turn(plan: Plan, world: World, tokenizer: TransformersTokenizer) -> PreparedData:
     """Tokenise on rank 0 while the others wait, however long it takes, then open its files on them."""
-    raise_all(PlanError, data_section_problems(plan.job))
+    raise_all(PlanError, [*data_section_problems(plan.job), *task_problems(plan.settings.task)])
 
     def work() -> PreparedData:
         return prepare_plan(plan, tokenizer)

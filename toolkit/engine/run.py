@@ -17,6 +17,7 @@ from torch import nn
 from toolkit.arguments import AtLeast, AtMost, checks_arguments, each_fitting
 from toolkit.data.collate import Collator
 from toolkit.data.formats import TransformersTokenizer
+from toolkit.data.labelled import LabelledDataset
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import PreparedData
@@ -32,9 +33,9 @@ from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.engine.pipeline import PipelineForwardBackward
 from toolkit.engine.placement import Placement
 from toolkit.engine.preparation import prepare_in_turn
+from toolkit.engine.scores import Scores
 from toolkit.engine.signals import LateCounts
 from toolkit.errors import RunError, SpecError
-from toolkit.modeling.loss import count_targets
 from toolkit.planning.plan import Plan
 
 StepHook = TypeVar("StepHook", bound="Callable[[Run, torch.Tensor], object]")
@@ -73,7 +74,8 @@ class Run:
         last_learning_rate: Learning rate of the last step.
         memory: Peaks of this rank's memory by phase.
         compute_metrics: Called by `evaluate` with logits and labels of each batch; its (total, count) by name are summed.
-        metrics: Metrics of the last evaluation: `eval_loss`, and `eval_NAME` for each of `compute_metrics`; of a named set, which has its
+        metrics: Metrics of the last evaluation: `eval_loss`, of classifiers `eval_accuracy` and `eval_f1` or of numbers `eval_mse`
+            and `eval_mae`, and `eval_NAME` for each of `compute_metrics`; of a named set, which has its
             name after `eval_`, while hooks are called, and of all sets afterwards.
         stream_state: Position in streamed data that a resume has found; the next loader begins there.
         state: Values of hooks, as JSON has them: rank 0's are saved with each checkpoint, and a resume gives them to all ranks.
@@ -243,7 +245,7 @@ class Run:
         self._schedule.set_rates()
 
     @checks_arguments
-    def loader(self, dataset: PackedDataset | StreamedRows) -> StepLoader | StreamLoader:
+    def loader(self, dataset: PackedDataset | LabelledDataset | StreamedRows) -> StepLoader | StreamLoader:
         """Return this rank's batches from the current step to the end of the run.
 
         Args:
@@ -305,7 +307,7 @@ class Run:
         return self._stream.state()
 
     @checks_arguments
-    def eval_loader(self, dataset: PackedDataset) -> EvalLoader:
+    def eval_loader(self, dataset: PackedDataset | LabelledDataset) -> EvalLoader:
         """Return this rank's share of the validation rows, each row once over all ranks."""
         return EvalLoader(
             dataset,
@@ -349,7 +351,7 @@ class Run:
         if not self._batches_compared:
             compare_batches(micro_batches, self.world)
             self._batches_compared = True
-        targets = torch.stack([count_targets(batch["labels"]) for batch in moved]).sum()
+        targets = torch.stack([self._passes.losses.count(batch["labels"]) for batch in moved]).sum()
         flags = torch.tensor([*self._asks(), _num_tokens(moved)], device=device)
         counts = torch.cat([targets.view(1), flags]).to(torch.float64)
         dist.all_reduce(counts)
@@ -439,11 +441,14 @@ class Run:
 
     def _evaluate(self, batches: Iterable[MicroBatch], *, prefix: str) -> float:
         sums = torch.zeros(2, device=self.world.device, dtype=torch.float64)
+        scores = Scores.of(self.plan.settings, device=self.world.device)
         totals: Counter[tuple[str, int]] = Counter()
         for batch, outputs in self._outputs(batches, _BATCH):
             if outputs is not None:
                 sums[0] += self._passes.losses.summed(outputs, batch["labels"])
-                sums[1] += count_targets(batch["labels"])
+                sums[1] += self._passes.losses.count(batch["labels"])
+                if scores is not None:
+                    scores.add(outputs.logits, batch["labels"])
                 if self.compute_metrics is not None and self._counts_rows(outputs):
                     for name, pair in self.compute_metrics(outputs.logits, batch["labels"]).items():
                         totals.update({(name, part): float(number) for part, number in enumerate(pair)})
@@ -453,7 +458,8 @@ class Run:
         sums[1] /= self.world.grid.cp  # whose ranks have counted the targets of whole rows
         loss = float(sums[0] / sums[1].clamp(min=1))
         others = {f"{prefix}{key}": value for key, value in self._summed_metrics(totals).items()}
-        self.metrics = {f"{prefix}loss": loss, **others}
+        told = {} if scores is None else scores.metrics(group=self._replicas)
+        self.metrics = {f"{prefix}loss": loss, **{f"{prefix}{name}": value for name, value in told.items()}, **others}
         self.call_hooks("evaluation", loss)
         return loss
 
@@ -513,7 +519,7 @@ class Run:
         finally:
             self._engine.train()
 
-    def _collator(self, dataset: PackedDataset | StreamedRows) -> Collator:
+    def _collator(self, dataset: PackedDataset | LabelledDataset | StreamedRows) -> Collator:
         planned = self.plan.settings.sequence_length
         if dataset.sequence_length != planned:
             raise RunError.of(
@@ -523,6 +529,10 @@ class Run:
                 f"its memory estimated for train.sequence_length={planned}",
                 fix="Give tk.prepare sequence_length=plan.settings.sequence_length",
             )
+        if self.plan.settings.task == "sequence-classification":
+            # A decoder's scores are those of the last token of a row that is not this one (GenericForSequenceClassification).
+            model: Any = self.model
+            model.config.pad_token_id = dataset.pad_token_id
         # transformers' FlashAttention path separates packed documents only in a batch of one row
         # (modeling_flash_attention_utils.py _is_packed_sequence).
         return Collator.of(

@@ -25,7 +25,7 @@ def pattern_problems(plan: Plan) -> list[Problem]:
     if options.lora is not None:  # how adapters begin changes no name, and may need the weights
         options = replace(options, lora=options.lora.model_copy(update={"init_lora_weights": "default"}))
     config = model_config(plan)
-    import_architecture(config, trust_remote_code=options.trust_remote_code)
+    import_architecture(config, trust_remote_code=options.trust_remote_code, task=options.task)
     model = construct_empty(config, options)
     tie_weights(model)
     problems: list[Problem] = []

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from toolkit.catalog.tasks import default_task
+from toolkit.config.job import CLASSIFYING
 from toolkit.errors import CheckpointError, raise_all
 from toolkit.exporter.zero_reader import StoredTensor
 from toolkit.modeling.conversion import ConversionGroup, convert_group
@@ -43,7 +45,8 @@ class PretrainedWeights:
         self._files = SafetensorsFolder(self.folder)
         self._shapes = full_shapes(self.model)
         grow_embeddings(self._files, self.model, self._shapes)  # as the run has, whose configuration the model has
-        schedule = plan_loading(self.model, self._files.metas)
+        classifies = default_task(self.model.config.to_dict())[0] in CLASSIFYING  # its head is the adapter's
+        schedule = plan_loading(self.model, self._files.metas, new_head=classifies)
         raise_all(CheckpointError, schedule.problems)
         self._group_of = {key: group for batch in schedule.batches for group, keys in batch for key in keys}
         state = self.model.state_dict(keep_vars=True)

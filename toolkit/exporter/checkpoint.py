@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +20,14 @@ from toolkit.checkpoint.manifest import checksum_problems, damaged, index_proble
 from toolkit.checkpoint.manifest import verify as verify_checkpoint
 from toolkit.checkpoint.nvme_state import SWAPPED
 from toolkit.checkpoint.state import State, saved_plan
+from toolkit.config.job import CLASSIFYING
 from toolkit.errors import CheckError, CheckpointError, Problem, first_line, raise_all
 from toolkit.exporter.export import ExportReport, export_checkpoint
 from toolkit.exporter.hub import write_card
 from toolkit.exporter.model_folder import brings_code, read_model_object
 from toolkit.exporter.other_folders import OtherFolder, find_other
 from toolkit.modeling.architecture import DTYPES, auto_class
+from toolkit.modeling.loss import shifted_right
 from toolkit.modeling.nf4 import hold_in_nf4
 from toolkit.planning.plan import Plan
 from toolkit.planning.state_bytes import leaves_frozen_out
@@ -301,7 +305,10 @@ def logits_difference(model: Any, probe: Path) -> float:
         held = load_file(probe)
         ids_BS, wanted_BSV = held["input_ids"], held["logits"]
         with torch.no_grad():
-            logits_BSV = model(input_ids=ids_BS).logits.float()
+            given = {"input_ids": ids_BS}
+            if model.config.is_encoder_decoder:
+                given["decoder_input_ids"] = shifted_right(ids_BS, model.config)
+            logits_BSV = model(**given).logits.float()
         return float((logits_BSV - wanted_BSV).abs().max() / wanted_BSV.abs().max())
     except (SafetensorError, KeyError, IndexError, RuntimeError) as error:
         what = f"has no scores of this model: {error!r:.200}"
@@ -321,6 +328,18 @@ def _compare(plan: Plan, model: Any, report: ExportReport, probe: Path) -> float
     return difference
 
 
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keep transformers from listing the weights of a classifier's head, which are those of its adapter."""
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 def _reload(plan: Plan, folder: Path, report: ExportReport, *, model_dir: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
@@ -331,7 +350,8 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, model_dir: Path, 
     try:
         # An adapter was trained on the base as the run had it, which its folder does not say.
         job = plan.job.model
-        changed = report.kind == "adapter" and (job.rope_scaling is not None or job.resizes)
+        task = plan.settings.task
+        changed = report.kind == "adapter" and (job.rope_scaling is not None or job.resizes or task in CLASSIFYING)
         own = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
         config = own
         if changed:
@@ -339,9 +359,10 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, model_dir: Path, 
             config.get_text_config().vocab_size = own.get_text_config().vocab_size
         # Set here, because attn_implementation= would not replace the one in the file, such as a kernel of the hub.
         config._attn_implementation = attention
-        model = auto_class(plan.settings.task).from_pretrained(
-            base, config=config, dtype=DTYPES[plan.settings.dtype], trust_remote_code=trust_remote_code
-        )
+        with _without_load_report():
+            model = auto_class(task).from_pretrained(
+                base, config=config, dtype=DTYPES[plan.settings.dtype], trust_remote_code=trust_remote_code
+            )
         if report.kind == "adapter":
             from peft import PeftModel
 

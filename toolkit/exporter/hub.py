@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from toolkit.catalog.models import ModelSpec
 from toolkit.checkpoint.state import State
-from toolkit.config.job import DataSource
+from toolkit.config.job import DataSource, Task
 from toolkit.dataset_inspection.inspect import is_hub_id
 from toolkit.errors import RunError, first_line, raise_all
 from toolkit.exporter.export import ExportReport
@@ -22,6 +22,17 @@ from toolkit.units import format_count, format_seconds
 
 CARD = "README.md"
 _METRICS = "metrics.jsonl"
+
+
+# The hub's names of pipelines, by which it finds models.
+PIPELINES: Mapping[Task, str] = {
+    "causal-lm": "text-generation",
+    "sequence-classification": "text-classification",
+    "token-classification": "token-classification",
+    "masked-lm": "fill-mask",
+    "seq2seq-lm": "text2text-generation",
+    "image-text-to-text": "image-text-to-text",
+}
 
 
 def write_card(folder: Path, report: ExportReport, plan: Plan, state: State, metrics: Path) -> None:
@@ -38,8 +49,8 @@ def write_card(folder: Path, report: ExportReport, plan: Plan, state: State, met
     data = ModelCardData(
         base_model=base if "/" in base and plan.settings.init == "pretrained" else None,
         library_name="peft" if report.kind == "adapter" else "transformers",
-        pipeline_tag="text-generation",
-        tags=["text-generation", plan.job.train.method, plan.job.parallel.strategy],
+        pipeline_tag=PIPELINES[plan.settings.task],
+        tags=[PIPELINES[plan.settings.task], plan.job.train.method, plan.job.parallel.strategy],
         datasets=[name for name, _ in _sources(plan) if _is_on_hub(name)] or None,
     )
     title = f"{base.rpartition('/')[2]}, {_method(plan)}"
@@ -136,7 +147,10 @@ def _data_rows(plan: Plan) -> list[tuple[str, str]]:
         return [("source", "a script of the user's")]
     learned = data.loss_on if isinstance(data.loss_on, str) else ", ".join(data.loss_on)
     rows = [("source", f"{name} ({said})" if said else name) for name, said in _sources(plan)]
-    return [*rows, ("packing", data.packing), ("loss on", learned)]
+    if plan.labels is not None:
+        kind = f" ({plan.labels.problem_type})" if plan.labels.problem_type else ""
+        return [*rows, ("labels", ", ".join(plan.labels.names) + kind)]
+    return [*rows, ("packing", plan.packing), ("loss on", learned)]
 
 
 def _setting_rows(plan: Plan, report: ExportReport) -> list[tuple[str, str]]:
@@ -169,9 +183,13 @@ def _figures(plan: Plan, state: State, metrics: Path) -> list[tuple[str, str]]:
         rows.append(("parameters", format_count(plan.model.num_parameters)))
     loss: float | None = None
     evaluated: dict[str, float] = {}
-    sets = {"eval_loss": "last validation loss"}
+    sets = {f"eval_{metric}": f"last validation {metric}" for metric in plan.settings.metrics}
     named = () if plan.job.data is None else plan.job.data.eval_sets
-    sets |= {f"eval_{name}_loss": f"last validation loss of {name}" for name in named}
+    sets |= {
+        f"eval_{name}_{metric}": f"last validation {metric} of {name}"
+        for name in named
+        for metric in plan.settings.metrics
+    }
     tokens = seconds = 0.0
     before = 0
     for record in _records(metrics, state.step, sets):

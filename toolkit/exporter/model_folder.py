@@ -42,7 +42,7 @@ _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
 
 
 def empty_model(model_dir: Path, *, trust_remote_code: bool, num_tensors: int) -> PreTrainedModel:
-    """Build the model of a folder on the meta device.
+    """Build the model of a folder on the meta device, of the task that its config.json says.
 
     Args:
         model_dir: Folder with config.json and the tokenizer.
@@ -72,7 +72,7 @@ def empty_model(model_dir: Path, *, trust_remote_code: bool, num_tensors: int) -
         raise CheckpointError.of(
             code="EXPORT_CONFIG",
             key=str(model_dir),
-            message=f"{model_dir} has no configuration of a model: {first_line(error)}",
+            message=f"{model_dir} has no configuration of a model of its task: {first_line(error)}",
             fix=f"Put this model's config.json and tokenizer into {model_dir}, or export another checkpoint",
         ) from error
     tie_weights(model)

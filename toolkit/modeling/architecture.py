@@ -14,8 +14,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from toolkit.arguments import shown
 from toolkit.catalog.architectures import AUTO_CLASSES
-from toolkit.catalog.tasks import no_class
-from toolkit.config.job import Task
+from toolkit.catalog.tasks import label_names, no_class
+from toolkit.config.job import CLASSIFYING, Task
 from toolkit.errors import PlanError, SpecError, ToolkitError, first_line
 from toolkit.planning.plan import Plan
 
@@ -45,6 +45,7 @@ def model_config(plan: Plan) -> PreTrainedConfig:
         ) from error
     config._attn_implementation = plan.settings.attention
     _scale_rope(config, plan)
+    _name_labels(config, plan)
     if plan.job.model.resizes:
         config.get_text_config(decoder=True).vocab_size = plan.model.vocab_size
     if (weight := plan.job.train.router_aux_loss_coef) is not None:
@@ -68,6 +69,17 @@ def _read_config(plan: Plan) -> PreTrainedConfig:
         return AutoConfig.for_model(model_type, **raw)
     except ValueError as error:
         raise SpecError(no_class(model_type)) from error
+
+
+def _name_labels(config: PreTrainedConfig, plan: Plan) -> None:
+    """Set the classes of a classifier."""
+    settings = plan.settings
+    if settings.task not in CLASSIFYING:
+        return
+    names = label_names(plan.job.model, plan.model.config, settings.num_labels)
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: number for number, name in enumerate(names)}
+    config.problem_type = settings.problem_type
 
 
 def _scale_rope(config: PreTrainedConfig, plan: Plan) -> None:
@@ -112,30 +124,32 @@ def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = F
     Source:
         deepspeed runtime/zero/partition_parameters.py InsertPostInitMethodToModuleSubClasses.
     """
-    reference = own_class(config) if trust_remote_code else None
+    reference = own_class(config, task) if trust_remote_code else None
+    classes = auto_class(task)._model_mapping
     if reference is not None:
         get_class_from_dynamic_module(reference, config.name_or_path)
-    elif type(config) not in (known := auto_class(task)._model_mapping):
+    elif type(config) not in classes:
         raise SpecError(no_class(config.model_type, task=task))
     else:
-        known[type(config)]  # the lookup imports the class
+        classes[type(config)]  # the lookup imports the class
 
 
-def own_class(config: PreTrainedConfig) -> str | None:
-    """Return the reference to the class that a model brings; None if it brings none.
+def own_class(config: PreTrainedConfig, task: Task = "causal-lm") -> str | None:
+    """Return the reference to the class that a model brings for a task; None if it brings none.
 
     Raises:
         SpecError: MODEL_CONFIG_INVALID for code that is not named as transformers names it.
     """
     own = getattr(config, "auto_map", None) or {}
-    reference = own.get("AutoModelForCausalLM") if isinstance(own, Mapping) else own
+    name = AUTO_CLASSES[task]
+    reference = own.get(name) if isinstance(own, Mapping) else own
     if reference is None or (isinstance(own, Mapping) and isinstance(reference, str) and reference):
         return reference
     raise SpecError.of(
         code="MODEL_CONFIG_INVALID",
         key="model",
-        message=f"auto_map={shown(own)} in the model's config.json names no class: it maps AutoModelForCausalLM to the class to run",
-        fix='Set auto_map to an object such as {"AutoModelForCausalLM": "modeling_mine.Mine"}, or model.trust_remote_code to false',
+        message=f"auto_map={shown(own)} in the model's config.json names no class: it maps {name} to the class to run",
+        fix=f'Set auto_map to an object such as {{"{name}": "modeling_mine.Mine"}}, or model.trust_remote_code to false',
         source="transformers models/auto/auto_factory.py from_config",
     )
 
@@ -145,7 +159,7 @@ def construct(
 ) -> PreTrainedModel:
     """Construct the model of a configuration for a task, in `dtype`, under the contexts that the caller has entered."""
     try:
-        return auto_class(task).from_config(
+        model = auto_class(task).from_config(
             config, dtype=dtype, attn_implementation=config._attn_implementation, trust_remote_code=trust_remote_code
         )
     except ImportError as error:
@@ -162,3 +176,5 @@ def construct(
             message=f"transformers cannot build {type(config).__name__}: {first_line(error)}",
             fix="Change train.attention or the model's config.json accordingly",
         ) from error
+    model.config.architectures = [type(model).__name__]  # a checkpoint's config.json has it, and says the task by it
+    return model

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from toolkit.arguments import checks_arguments
-from toolkit.config.job import ExpertSharding, Fp8, Fsdp2, Kept, Kernels, Lora, Loss, Task
+from toolkit.config.job import CLASSIFYING, ExpertSharding, Fp8, Fsdp2, Kept, Kernels, Lora, Loss, Task
 from toolkit.context_parallel.apply import apply_context_parallel
 from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
@@ -122,6 +122,11 @@ class BuildOptions:
         corrects = lora is not None and lora.init_lora_weights == "loftq"
         return max(lora.r, *lora.rank_pattern.values(), 0) if lora is not None and corrects else 0
 
+    @property
+    def head_seed(self) -> int | None:
+        """Seed of a classifier's head that the pretrained weights lack; None where they must have all."""
+        return self.seed if self.task in CLASSIFYING else None
+
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> Self:
         """Return the options of a plan; `others` are those that a subclass adds, or values in place of the plan's."""
@@ -180,7 +185,7 @@ def build_model(
         A `PreTrainedModel`, or a `peft.PeftModel` around one.
 
     Raises:
-        SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
+        SpecError: MODEL_CLASS when transformers has no class of this configuration for the task.
         PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS,
             LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE, FP8_PACKAGE, FP8_CAPABILITY, FP8_LAYERS,
             KERNELS_PACKAGE, KERNELS_MODEL, QLORA_PACKAGE, QLORA_LAYERS; with tensor ranks also those of `apply_tensor_parallel`, with stages those of
@@ -231,7 +236,15 @@ def build_model(
     if weights is None:
         initialize_weights(model, seed=options.seed, dense=dense)
     else:
-        load_pretrained(model, weights, group=dp_group, dense=dense, grows=options.grows, progress=on_progress)
+        load_pretrained(
+            model,
+            weights,
+            group=dp_group,
+            dense=dense,
+            grows=options.grows,
+            head_seed=options.head_seed,
+            progress=on_progress,
+        )
     context_group = None if world is None else world.context_group
     adapted = finish_model(add_adapters(model, options), options, context_group=context_group)
     if options.lora is not None and options.lora.adapter is not None:
@@ -311,6 +324,7 @@ def _build_sharded(
         weights=weights,
         seed=options.seed,
         grows=options.grows,
+        head_seed=options.head_seed,
         deviates=options.lora is not None and options.lora.init_lora_weights == "gaussian",
         group=world.dp_group,
         progress=on_progress,
@@ -373,12 +387,16 @@ def add_adapters(model: PreTrainedModel, options: BuildOptions) -> Any:
         PlanError: WEIGHTS_PATTERN if a pattern finds no weight, or all of them are frozen; those of `apply_lora`.
     """
     model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
+    if options.task == "seq2seq-lm":
+        for module in model.modules():  # encoder and decoder have copies of the configuration
+            if isinstance(getattr(module, "config", None), PreTrainedConfig):
+                module.config.use_cache = False
     freeze_weights(model, options.freeze)
     if options.freeze_vision:
         vision_tower(model)[1].requires_grad_(False)
     if options.lora is None:
         return model
-    return apply_lora(model, options.lora, seed=options.seed, language_alone=options.freeze_vision)
+    return apply_lora(model, options.lora, seed=options.seed, task=options.task, language_alone=options.freeze_vision)
 
 
 def freeze_weights(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -85,7 +85,8 @@ def shard_over_ranks(
     if not tied:
         fully_shard(embedding, **ways, reshard_after_forward=reshards)
     tail = [module for module in (_final_norm(base), embedding if tied else None, head) if module is not None]
-    fully_shard(tail, **ways, reshard_after_forward=False)
+    if tail:  # classifiers on encoders have none of these
+        fully_shard(tail, **ways, reshard_after_forward=False)
     fully_shard(model, **ways)
 
 
@@ -123,6 +124,7 @@ def fill(
     weights: Path | None,
     seed: int,
     grows: bool,
+    head_seed: int | None,
     deviates: bool,
     group: dist.ProcessGroup,
     progress: Callable[[int, int], None] | None,
@@ -137,6 +139,7 @@ def fill(
         weights: Folder of safetensors; None to draw the weights from `seed`.
         seed: Seed of the weights that are drawn.
         grows: As of `load_pretrained`.
+        head_seed: The same.
         deviates: As of `draw_adapters`.
         group: The data-parallel ranks.
         progress: As of `load_pretrained`.
@@ -147,7 +150,16 @@ def fill(
     if weights is None:
         initialize_weights(base, seed=seed, dense=dense, part=part)
     else:
-        load_pretrained(base, weights, group=group, dense=dense, part=part, grows=grows, progress=progress)
+        load_pretrained(
+            base,
+            weights,
+            group=group,
+            dense=dense,
+            part=part,
+            grows=grows,
+            head_seed=head_seed,
+            progress=progress,
+        )
     if model is not base:
         _fill_adapters(model, seed=seed, deviates=deviates, group=group)
 

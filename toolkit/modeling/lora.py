@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.arguments import checks_arguments
-from toolkit.config.job import Lora
+from toolkit.config.job import CLASSIFYING, Lora, Task
 from toolkit.errors import PlanError, Problem, first_line, raise_all
 from toolkit.introspect import language_model
+from toolkit.modeling.heads import head_modules, poolers
 from toolkit.modeling.nf4 import begin_with_errors, keeps_error
 from toolkit.modeling.sharded_adapters import adapted_by, draw_adapters, shard_adapters
 from toolkit.pipeline_parallel.part import stage_info
@@ -22,14 +23,27 @@ from toolkit.planning.rules.adapters import lora_pattern_problem
 from toolkit.tensor_parallel.guard import PartOfModel, guard_part
 from toolkit.tensor_parallel.linear import ShardedLinear
 
+# peft's names of tasks, by which its classes read and save an adapter; a masked language model has none.
+_PEFT_TASKS: dict[Task, str | None] = {
+    "causal-lm": "CAUSAL_LM",
+    "sequence-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+    "masked-lm": None,
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+    "image-text-to-text": "CAUSAL_LM",
+}
+
 
 @checks_arguments
-def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int, language_alone: bool = False) -> Any:
+def apply_lora(
+    model: PreTrainedModel, lora: Lora, *, seed: int, task: Task = "causal-lm", language_alone: bool = False
+) -> Any:
     """Freeze the model and add adapters in its own precision.
 
     Args:
         model: Model to adapt, in place.
         lora: Section of the job with the adapters.
+        task: What the model is trained to do; the head of a classifier is trained whole, as in peft.
         seed: Seed of the A matrices; B starts at zero, or both as a part of the model's weights, so its outputs do not change.
         language_alone: Whether only the language model of one that reads images gets adapters.
 
@@ -49,6 +63,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int, language_alone:
     targets = lora.target_modules
     linear = _linear_names(model)
     raise_all(PlanError, _unmatched(model, lora))
+    heads = (*head_modules(model), *poolers(model)) if task in CLASSIFYING else ()
     is_filled = not next(model.parameters()).is_meta
     if lora.init_lora_weights == "loftq" and is_filled and not any(map(keeps_error, model.modules())):
         raise _nothing_rounded()
@@ -56,15 +71,16 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int, language_alone:
         *(_on_other_stages(model) or ()),
         *(_own_linears(model) if targets == "all-linear" else ()),
         *(_beside_language(model) if language_alone else ()),
+        *(name for name in _linears(model) if f"{name}.".startswith(tuple(f"{head}." for head in heads))),
     ]
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=_PEFT_TASKS[task],
         r=lora.r,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules=_resolved_targets(model, targets),
         exclude_modules=unadapted or None,
-        modules_to_save=list(lora.modules_to_save) or None,
+        modules_to_save=list(dict.fromkeys((*lora.modules_to_save, *heads))) or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         init_lora_weights=True if lora.init_lora_weights in ("default", "loftq") else lora.init_lora_weights,
@@ -163,9 +179,13 @@ def _is_linear(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Linear | Conv1D | ShardedLinear)
 
 
+def _linears(model: PreTrainedModel) -> list[str]:
+    return [name for name, module in model.named_modules() if _is_linear(module)]
+
+
 def _linear_names(model: PreTrainedModel) -> list[str]:
     """Return the distinct last components of the names of linear layers."""
-    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
+    return sorted({name.rpartition(".")[2] for name in _linears(model)})
 
 
 def _unmatched(model: PreTrainedModel, lora: Lora) -> Iterator[Problem]:

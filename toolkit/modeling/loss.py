@@ -1,6 +1,6 @@
-"""The loss: next-token cross entropy, summed over the targets.
+"""The loss of a task, summed over the labels: cross entropy of next tokens, of tokens or of sequences, or the error of numbers.
 
-B: sequences of a micro batch, S: tokens of a sequence, V: vocabulary, or this rank's part of it.
+B: sequences of a micro batch, S: tokens of a sequence, V: vocabulary, or this rank's part of it, C: classes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from toolkit.config.job import Loss, Train
+from toolkit.config.job import Loss, ProblemType, Task, Train
 from toolkit.config.user_code import imported
 from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -22,12 +22,61 @@ from toolkit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 # Maps logits and labels to the summed loss.
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+# Tasks whose labels are the tokens themselves, each predicted from those before it.
+_NEXT_TOKEN: tuple[Task, ...] = ("causal-lm", "image-text-to-text")
+
 IGNORED = -100  # label that torch.nn.functional.cross_entropy ignores (its ignore_index)
 
 
 def count_targets(labels_BS: torch.Tensor) -> torch.Tensor:
     """Return the number of labels that a position predicts, as an int64 scalar on the labels' device."""
     return (labels_BS[:, 1:] != IGNORED).sum()
+
+
+def counts_in_loss(labels: torch.Tensor) -> torch.Tensor:
+    """Return which labels count: integers but -100, numbers but NaN. Shape of the labels."""
+    return ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
+
+
+def summed_label_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    problem_type: ProblemType | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
+    """Return the summed loss of labels at their own positions, in fp32.
+
+    Args:
+        logits: Scores. Shape (batch, classes), or (batch, sequence, classes) for tokens; any floating dtype.
+        labels: Integers, -100 for those outside the loss, shape of the scores without classes; or numbers, NaN for those outside
+            the loss, shape (batch,) for one number and (batch, classes) for several.
+        problem_type: Loss of numbers: binary cross entropy of `multi_label_classification`, squared error of `regression`.
+        label_smoothing: As `summed_cross_entropy` takes it.
+        z_loss: The same.
+
+    Returns:
+        Scalar in fp32. Divide by the number of labels that count for transformers' mean.
+
+    Source:
+        transformers loss/loss_utils.py ForSequenceClassificationLoss, ForTokenClassification, ForMaskedLMLoss.
+    """
+    if not labels.is_floating_point():
+        scores_NC, labels_N = logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        loss = functional.cross_entropy(
+            scores_NC, labels_N, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
+        )
+        if z_loss:
+            loss = loss + z_loss * (scores_NC.logsumexp(-1).square() * (labels_N != IGNORED)).sum()
+        return loss
+    scores, counted = logits.float().reshape(labels.shape), counts_in_loss(labels)
+    wanted = torch.where(counted, labels.float(), 0.0)
+    if problem_type == "multi_label_classification":
+        losses = functional.binary_cross_entropy_with_logits(scores, wanted, reduction="none")
+    else:
+        losses = (scores - wanted).square()
+    return torch.where(counted, losses, 0.0).sum()
 
 
 def summed_cross_entropy(
@@ -62,6 +111,19 @@ def summed_cross_entropy(
     if z_loss:
         loss = loss + z_loss * (scores_TV.logsumexp(-1).square() * (targets_T != IGNORED)).sum()
     return loss
+
+
+def shifted_right(labels_BS: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return the inputs of a decoder that predicts labels: each position gets the label before it. Shape (batch, sequence).
+
+    Source:
+        transformers models/t5/modeling_t5.py _shift_right.
+    """
+    padding = getattr(config, "pad_token_id", None) or 0
+    start = getattr(config, "decoder_start_token_id", None)
+    start = padding if start is None else start
+    before_BS = functional.pad(labels_BS[:, :-1], (1, 0), value=start)
+    return before_BS.masked_fill(before_BS == IGNORED, padding)
 
 
 def shifted(labels_BS: torch.Tensor, part: SequenceSlice | None = None) -> torch.Tensor:
@@ -144,6 +206,7 @@ class StepLoss:
         objective: The same in training, where it differs: with label smoothing, a z-loss, or a function of the user's.
         config: Configuration of the model, with the weight of router losses.
         dp_size: Data-parallel ranks, over which the engine averages gradients.
+        task: What the model is trained to do.
     """
 
     kind: Loss
@@ -151,6 +214,7 @@ class StepLoss:
     config: Any
     dp_size: int = 1
     objective: CrossEntropy | None = None
+    task: Task = "causal-lm"
 
     @classmethod
     def of(
@@ -162,25 +226,33 @@ class StepLoss:
         vocab_size: int,
         dp_size: int = 1,
         part: SequenceSlice | None = None,
+        task: Task = "causal-lm",
     ) -> Self:
         """Return the loss of a job's training section; `part` is this rank's slice of each sequence, if it has no more."""
         options = {"label_smoothing": train.label_smoothing_factor, "z_loss": train.z_loss}
+        made: Callable[..., CrossEntropy] = partial(cross_entropy_over, tp_group, vocab_size=vocab_size, part=part)
+        if task not in _NEXT_TOKEN:
+            kind = getattr(config, "problem_type", None) if task == "sequence-classification" else None
+            made = partial(partial, summed_label_loss, problem_type=kind)
         objective: CrossEntropy | None = None
         if train.compute_loss is not None:
             objective = imported("train.compute_loss", train.compute_loss)
         elif any(options.values()):
-            objective = cross_entropy_over(tp_group, vocab_size=vocab_size, part=part, **options)
+            objective = made(**options)
         return cls(
-            kind=train.loss,
-            cross_entropy=cross_entropy_over(tp_group, vocab_size=vocab_size, part=part),
-            config=config,
-            dp_size=dp_size,
-            objective=objective,
+            kind=train.loss, cross_entropy=made(), config=config, dp_size=dp_size, objective=objective, task=task
         )
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the model's keyword arguments."""
-        return {name: value for name, value in batch.items() if name != "labels" or self.kind != "full"}
+        """Return the model's keyword arguments: without the labels, from which an encoder-decoder's inputs are made where it has none."""
+        inputs = {name: value for name, value in batch.items() if name != "labels" or self.kind != "full"}
+        if self.task == "seq2seq-lm" and "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = shifted_right(batch.get("labels", batch["input_ids"]), self.config)
+        return inputs
+
+    def count(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return the number of labels in the loss, as an int64 scalar on their device."""
+        return count_targets(labels) if self.task in _NEXT_TOKEN else counts_in_loss(labels).sum()
 
     def summed(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
         """Return the cross entropy summed over the unmasked tokens, by which evaluations are compared."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from toolkit.distributed.dtensors import copy_whole, is_dtensor, whole_of
 from toolkit.errors import PlanError, first_line
 from toolkit.launch.packages import BITSANDBYTES
+from toolkit.modeling.heads import head_modules
 
 NF4 = {"quant_type": "nf4", "compress_statistics": True}
 
@@ -36,10 +37,12 @@ def import_bitsandbytes() -> Any:
 
 
 def packed_linears(model: Any) -> dict[str, nn.Linear]:
-    """Return the linear layers of a `PreTrainedModel` that QLoRA packs, by name: all but the head."""
-    head = model.get_output_embeddings()
+    """Return the linear layers of a `PreTrainedModel` that QLoRA packs, by name: all but those of the head."""
+    head, outside = model.get_output_embeddings(), head_modules(model)
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and name.partition(".")[0] not in outside
     }
 
 

@@ -24,6 +24,7 @@ from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.introspect import tied_keys
 from toolkit.modeling.conversion import ConversionGroup, convert_group, group_checkpoint_keys
 from toolkit.modeling.first_rank import agree, is_source
+from toolkit.modeling.heads import head_modules, may_be_left, may_be_new
 from toolkit.modeling.initialization import gathered, initialize_buffers, initialize_weights, tie_weights
 from toolkit.modeling.local_shard import LocalShard
 from toolkit.modeling.nf4 import layer_of, pack
@@ -72,6 +73,7 @@ def load_pretrained(
     dense: PreTrainedModel | None = None,
     part: LocalShard | None = None,
     grows: bool = False,
+    head_seed: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
     """Fill a model from a folder that `save_pretrained` wrote, and initialise its buffers.
@@ -88,6 +90,7 @@ def load_pretrained(
             `apply_tensor_parallel` or split by `split_model`.
         part: What this rank has of `dense`; found in the model by default.
         grows: Whether the model's embeddings may have more rows than those of the folder, the mean of which fills the others.
+        head_seed: Seed of a head for other labels than the folder's model has; None where the folder has all weights.
         progress: Called on each rank with the number of loaded tensors and their total.
     Collectives:
         A broadcast of each tensor over `group` (ZeRO 0 to 2, and FSDP2), or an all-gather and a broadcast over the ZeRO group. For a
@@ -104,14 +107,14 @@ def load_pretrained(
     if is_part and group is None:
         raise ValueError("a model that is sharded or split needs group=, the ranks with the same part")
     initialize_buffers(model)
-    reader = _Reader(dense or model, Path(folder), part, grows) if is_source(group) else None
+    reader = _Reader(dense or model, Path(folder), part, grows, head_seed is not None) if is_source(group) else None
     together = partial(agree, group=group, tp_group=part.tp_group, device=next(model.parameters()).device)
     names: tuple[tuple[str, ...], ...]
     report: LoadReport
     names, report = together(reader.plan if reader else None)
     if report.initialized:
         owners = frozenset(key.rpartition(".")[0] for key in report.initialized)
-        initialize_weights(model, seed=0, modules=owners, dense=dense, part=part)
+        initialize_weights(model, seed=head_seed or 0, modules=owners, dense=dense, part=part)
     done = 0
     for number, keys in enumerate(names):
         values = together(partial(reader.values, number) if reader else None, keep=True)
@@ -124,7 +127,11 @@ def load_pretrained(
 
 
 def plan_loading(
-    model: PreTrainedModel, metas: Mapping[str, Tensor], *, held: Callable[[str], bool] = lambda key: True
+    model: PreTrainedModel,
+    metas: Mapping[str, Tensor],
+    *,
+    held: Callable[[str], bool] = lambda key: True,
+    new_head: bool = False,
 ) -> Schedule:
     """Plan how a checkpoint fills a model, and find everything that does not fit, without reading any values.
 
@@ -132,8 +139,10 @@ def plan_loading(
         model: Model, or its twin on the meta device.
         metas: Meta tensors by checkpoint key, as in `SafetensorsFolder.metas`.
         held: Returns whether this rank owns a model key; other keys are only checked.
+        new_head: Whether the checkpoint may be of a model with another head.
     """
     targets = full_shapes(model)
+    heads = head_modules(model) if new_head else ()
     aliases = _aliases(model, targets)
     groups, unmatched = group_checkpoint_keys(model, metas, targets)
     problems: list[Problem] = []
@@ -152,9 +161,14 @@ def plan_loading(
         if any(map(held, new)):
             planned.append((group, tuple(filter(held, new))))
     absent = [key for key in targets if aliases.get(key, key) not in filled]
-    initialized = tuple(key for key in absent if _matches(key, model._keys_to_ignore_on_load_missing))
+    initialized = tuple(
+        key
+        for key in absent
+        if _matches(key, model._keys_to_ignore_on_load_missing) or (new_head and may_be_new(key, heads))
+    )
     problems.extend(_missing([key for key in absent if key not in initialized and key not in aliases]))
-    problems.extend(_unexpected([key for key in unmatched if not _matches(key, _ignored(model))]))
+    unread = [key for key in unmatched if not (new_head and may_be_left(key))]
+    problems.extend(_unexpected([key for key in unread if not _matches(key, _ignored(model))]))
     report = LoadReport(
         num_tensors=sum(len(keys) for _, keys in planned),
         num_bytes=sum(metas[key].nbytes for group, _ in planned for key in group.keys),
@@ -201,6 +215,7 @@ class _Reader:
     path: Path
     part: LocalShard
     grows: bool
+    new_head: bool
     files: SafetensorsFolder = field(init=False)
     schedule: Schedule = field(init=False)
     targets: dict[str, Tensor] = field(init=False)
@@ -211,7 +226,10 @@ class _Reader:
         if self.grows:
             grow_embeddings(self.files, self.model, self.targets)
         self.schedule = plan_loading(
-            self.model, self.files.metas, held=lambda key: self.part.local_key(key) is not None
+            self.model,
+            self.files.metas,
+            held=lambda key: self.part.local_key(key) is not None,
+            new_head=self.new_head,
         )
         differing = [] if self.schedule.problems else list(self._differing_ties())
         raise_all(CheckpointError, (*self.schedule.problems, *differing))

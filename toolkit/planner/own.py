@@ -215,7 +215,7 @@ def _key(plan: Plan) -> str:
     data = plan.job.data
     known = {
         "job": job,
-        "packing": None if data is None else data.packing,
+        "packing": None if data is None else plan.packing,
         "evaluates": plan.settings.eval_steps is not None,
         "model": plan.model.to_dict(),
         "gpu": plan.gpu.model_dump(mode="json"),

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from toolkit.catalog.dimensions import Fields
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
-from toolkit.catalog.parameters import count_parameters
-from toolkit.config.job import Job, Precision
+from toolkit.catalog.parameters import count_of_task
+from toolkit.catalog.tasks import num_labels_of, task_of
+from toolkit.config.job import CLASSIFYING, Job, Precision
 from toolkit.planning.settings import ITEMSIZES, dtype_of
 from toolkit.planning.state_bytes import MASTER_BYTES, moment_bytes
 from toolkit.planning.unchecked_plan import trainable_parameters
@@ -59,7 +60,9 @@ class Shape:
 
 def shape_of(job: Job, model: ModelSpec, *, sequence_length: int) -> Shape:
     """Return the shape of a job; a model of unknown size is counted as plain decoder layers."""
-    counted = count_parameters(model.config)
+    task = task_of(job.model, model.config)
+    labels = num_labels_of(job.model, model.config)[0] if task in CLASSIFYING else 0
+    counted = count_of_task(model.config, task, labels)
     plain = 12.0 * model.num_hidden_layers * model.hidden_size**2 + model.vocab_size * model.hidden_size
     total = float(model.num_parameters or plain)
     inner, choices = model.intermediate_size, 0

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Container, Iterator
 from typing import Any
 
+from toolkit.catalog.tasks import task_of
 from toolkit.config.job import TORCH_ADAMW, ExpertSharding, Job, Kernels, Loss, Offload
 from toolkit.planner.bounds import Setting, least_bytes
 from toolkit.planner.clusters import Candidate
@@ -41,7 +42,10 @@ def layouts(question: Question, shape: Shape, cluster: Candidate) -> Iterator[tu
     itemsize = itemsize_of(precision_on(question.job, cluster.gpu))
     batch = question.job.train.train_batch_size
     alone = least_bytes(shape, stage=2, offload="none", split=1, ranks=cluster.num_gpus, itemsize=itemsize)
-    splits = alone > _SPLIT_ABOVE * (cluster.gpu.memory_bytes or 0) or (batch is not None and batch < cluster.num_gpus)
+    cuts = task_of(question.job.model, question.model.config) == "causal-lm"  # models of other tasks stay whole
+    splits = cuts and (
+        alone > _SPLIT_ABOVE * (cluster.gpu.memory_bytes or 0) or (batch is not None and batch < cluster.num_gpus)
+    )
     powers = [1 << power for power in range(6)]
     for tp_size in [tensor] if tensor else powers:
         if tp_size not in _sharers(question):
@@ -130,7 +134,8 @@ def modes(
     said_compile = question.said("train.torch_compile")
     data = question.job.data
     liger = question.liger and precision != "fp16"
-    losses: list[Loss] = ["full"] if tensor > 1 else ["full", "chunked", *(["liger"] if liger else [])]  # type: ignore[list-item]
+    causal = task_of(question.job.model, question.model.config) == "causal-lm"
+    losses: list[Loss] = ["full"] if tensor > 1 or not causal else ["full", "chunked", *(["liger"] if liger else [])]  # type: ignore[list-item]
     norms = liger and question.model.model_type not in PLAIN_MODEL_TYPES
     kernels: list[Kernels] = ["eager", "liger"] if norms else ["eager"]
     fixed = stage == 3 or pipeline > 1 or tensor > 1 or (data is not None and data.packing == "separated")

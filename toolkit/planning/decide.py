@@ -6,9 +6,18 @@ from typing import Any
 
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
-from toolkit.catalog.tasks import default_task, task_of
+from toolkit.catalog.tasks import default_task, has_new_head, num_labels_of, problem_type_of, task_of
 from toolkit.config.fields import PipelineSchedule, share_of_run
-from toolkit.config.job import Attention, Dtype, ExpertSharding, Fp8, Job, PartitionWay, Precision, Task
+from toolkit.config.job import (
+    CLASSIFYING,
+    Attention,
+    Dtype,
+    ExpertSharding,
+    Fp8,
+    Job,
+    PartitionWay,
+    Precision,
+)
 from toolkit.planning.batch import TARGET_MICRO_BATCH_TOKENS, Batch, default_micro, solve_batch
 from toolkit.planning.chooser import Chooser
 from toolkit.planning.offload import PROFILES
@@ -93,8 +102,8 @@ def decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
             "the training micro batch",
         ),
         sequence_length=sequence_length,
-        task=_decide_task(job, model, chooser),
-        init=chooser.choose("model.init", job.model.init, "pretrained", "fine-tuning starts from the model's weights"),
+        **_decide_task(job, model, chooser),
+        init=chooser.choose("model.init", job.model.init, "pretrained", _why_pretrained(job, model)),
         precision=precision,
         gradient_accumulation_dtype=accumulation_dtype,
         zero_stage=zero_stage,
@@ -151,11 +160,29 @@ def _decide_images(job: Job, model: ModelSpec, chooser: Chooser) -> dict[str, An
 IMAGE_SIZE = [1024, 1024]
 
 
-def _decide_task(job: Job, model: ModelSpec, chooser: Chooser) -> Task:
-    if job.model.task is not None:
-        return job.model.task
-    task, reason = default_task(model.config)
-    return chooser.derive("model.task", task, reason)
+def _decide_task(job: Job, model: ModelSpec, chooser: Chooser) -> dict[str, Any]:
+    """Return task, num_labels and problem_type."""
+    config, task = model.config, job.model.task
+    if task is None:
+        task, reason = default_task(config)
+        chooser.derive("model.task", task, reason)
+    if task not in CLASSIFYING:
+        return {"task": task}
+    number, reason = num_labels_of(job.model, config)
+    if job.model.num_labels is None:
+        chooser.derive("model.num_labels", number, reason)
+    if task != "sequence-classification":
+        return {"task": task, "num_labels": number}
+    kind, reason = problem_type_of(job.model, config, number)
+    if job.model.problem_type is None:
+        chooser.derive("model.problem_type", kind, reason)
+    return {"task": task, "num_labels": number, "problem_type": kind}
+
+
+def _why_pretrained(job: Job, model: ModelSpec) -> str:
+    starts = "fine-tuning starts from the model's weights"
+    new = has_new_head(task_of(job.model, model.config), model.config)
+    return f"{starts}; its head for the labels is new, and drawn from train.seed" if new else starts
 
 
 def _note_card(job: Job, gpu: Gpu, chooser: Chooser) -> None:

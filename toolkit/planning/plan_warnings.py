@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.catalog.tasks import has_new_head
 from toolkit.planning.rules.tensor import TENSOR_MODEL_TYPES
 from toolkit.planning.stage_parts import bubble_warning
 from toolkit.planning.unchecked_plan import UncheckedPlan
@@ -23,6 +24,17 @@ def plan_warnings(draft: UncheckedPlan) -> Iterator[str]:
     yield from learning_rate_warning(draft)
     yield from lost_updates_warning(draft)
     yield from derived_table_warning(draft)
+    yield from new_head_warning(draft)
+
+
+def new_head_warning(draft: UncheckedPlan) -> Iterator[str]:
+    """Yield a warning of a classifier's head that the pretrained model lacks."""
+    settings, model = draft.settings, draft.model
+    if settings.init == "pretrained" and has_new_head(settings.task, model.config):
+        yield (
+            f"model={model.name} is a {model.architecture or model.model_type}: its head for num_labels={settings.num_labels} is new, and drawn from "
+            f"train.seed={draft.job.train.seed}"
+        )
 
 
 def derived_table_warning(draft: UncheckedPlan) -> Iterator[str]:

@@ -19,7 +19,7 @@ from toolkit.config.fields import (
     ZeroStage,
     adapter_of,
 )
-from toolkit.config.job import Attention, Dtype, ExpertSharding, Job, Kernels, Precision, Task
+from toolkit.config.job import Attention, Dtype, ExpertSharding, Job, Kernels, Precision, ProblemType, Task
 from toolkit.planning.batch import Batch
 
 Source = Literal["job", "default", "derived", "deepspeed", "planner"]
@@ -77,6 +77,8 @@ class Settings:
         freeze_vision: Whether a model that reads images keeps what turns them into numbers.
         images_per_sample: Images of each sample that the estimate counts; 0 for text alone.
         image_size: Their width and height in pixels; empty for text alone.
+        num_labels: Classes of a classifier, or values of a regression; 0 for other tasks.
+        problem_type: What a classifier of sequences learns; None for other tasks.
     """
 
     batch: Batch
@@ -110,6 +112,15 @@ class Settings:
     freeze_vision: bool = False
     images_per_sample: NonNegativeCount = 0
     image_size: tuple[Count, ...] = ()
+    num_labels: NonNegativeCount = 0
+    problem_type: ProblemType | None = None
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that each evaluation has."""
+        if not self.num_labels:
+            return ("loss",)
+        return ("loss", "mse", "mae") if self.problem_type == "regression" else ("loss", "accuracy", "f1")
 
     @property
     def dtype(self) -> Dtype:
@@ -214,6 +225,8 @@ def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> li
         "train.freeze_vision": (train.freeze_vision, settings.freeze_vision),
         "train.images_per_sample": (train.images_per_sample, settings.images_per_sample),
         "train.image_size": (train.image_size and list(train.image_size), list(settings.image_size)),
+        "model.num_labels": (job.model.num_labels, settings.num_labels),
+        "model.problem_type": (job.model.problem_type, settings.problem_type),
         "model.init": (job.model.init, settings.init),
         "deepspeed.zero_optimization.sub_group_size": (None, settings.sub_group_size),
         "deepspeed.zero_optimization.reduce_bucket_size": (None, settings.reduce_bucket_size),

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 from toolkit.catalog.models import ModelSpec
 from toolkit.catalog.pretrained import weight_problems
-from toolkit.config.job import Job
+from toolkit.catalog.tasks import NOUNS, task_of
+from toolkit.config.job import Job, Task
 from toolkit.errors import Problem, SpecError
+from toolkit.planning.rules.tasks import TRAINED_TASKS
+from toolkit.topology.grid import join
 
 
 def training_problems(job: Job, model: ModelSpec) -> Iterator[Problem]:
@@ -21,6 +24,7 @@ def training_problems(job: Job, model: ModelSpec) -> Iterator[Problem]:
         TRAIN_NO_DATA, MODEL_NO_WEIGHTS, WEIGHTS_BIN, TOKENIZER_NOT_FOUND, or nothing.
     """
     yield from data_section_problems(job)
+    yield from task_problems(task_of(job.model, model.config))
     if job.model.init != "random":
         yield from weight_problems(model)
     if job.data is not None:
@@ -28,6 +32,18 @@ def training_problems(job: Job, model: ModelSpec) -> Iterator[Problem]:
             tokenizer_source(job, model)
         except SpecError as error:
             yield from error.problems
+
+
+def task_problems(task: Task) -> Iterator[Problem]:
+    """Yield TASK_UNSUPPORTED for a task whose batches `toolkit train` does not make."""
+    if task not in TRAINED_TASKS:
+        yield Problem(
+            code="TASK_UNSUPPORTED",
+            key="model.task",
+            message=f"task={task}: `toolkit train` makes no batches for a {NOUNS[task]}; it is estimated, and trained by batches of your own",
+            fix="Give `run.step` batches with input_ids and labels in a loop of yours (docs/loop.md), or name a model of "
+            f"{join(TRAINED_TASKS)}",
+        )
 
 
 def data_section_problems(job: Job) -> Iterator[Problem]:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.image_inputs import ImageInputs, image_inputs, processor_settings
 from toolkit.catalog.models import ModelSpec
-from toolkit.catalog.parameters import WHOLE, BackwardShares, count_lora_parameters, count_parameters
-from toolkit.config.job import TORCH_ADAMW, Dtype, Job, OffloadEngine
+from toolkit.catalog.parameters import WHOLE, BackwardShares, count_lora_parameters, count_of_task
+from toolkit.catalog.tasks import label_names, num_labels_of, problem_type_of
+from toolkit.config.job import CLASSIFYING, TORCH_ADAMW, Data, Dtype, Job, Model, OffloadEngine, Packing, Task
+from toolkit.dataset_inspection.labels import Labels, data_of_task
 from toolkit.deepspeed_spec.wrapper import Wrapper, optimizer_wrapper
 from toolkit.planning.offload import OffloadProfile, profile_of
 from toolkit.planning.settings import Settings
+
+
+def labels_of(model: Model, config: Mapping[str, Any], task: Task) -> Labels | None:
+    """Return the labels of a classifier, from its job and its config.json; None for other tasks."""
+    if task not in CLASSIFYING:
+        return None
+    number, _ = num_labels_of(model, config)
+    names = label_names(model, config, number)
+    return Labels(
+        names=names,
+        problem_type=problem_type_of(model, config, number)[0] if task == "sequence-classification" else None,
+        are_named=any(name != f"LABEL_{at}" for at, name in enumerate(names)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +60,23 @@ class UncheckedPlan:
             return None
         width, height = settings.image_size
         return image_inputs(model.config, (width, height), settings=processor_settings(model.path))
+
+    @property
+    def packing(self) -> Packing:
+        """How texts become rows: as the job says, but one a row where each has labels of its own."""
+        if self.settings.task not in ("causal-lm", "image-text-to-text"):
+            return "none"
+        return "wrapped" if self.job.data is None else self.job.data.packing
+
+    @property
+    def data(self) -> Data | None:
+        """The data section as the task reads it."""
+        return None if self.job.data is None else data_of_task(self.job.data, self.settings.task)
+
+    @property
+    def labels(self) -> Labels | None:
+        """The labels of a classifier; None for other tasks."""
+        return labels_of(self.job.model, self.model.config, self.settings.task)
 
     @property
     def on_cpu(self) -> bool:
@@ -180,7 +213,7 @@ def flops_per_token(plan: UncheckedPlan, *, backward: BackwardShares = WHOLE, ad
         adapters: Elements that are trained under LoRA and QLoRA.
     """
     model = plan.model
-    count = count_parameters(model.config)
+    count = count_of_task(model.config, plan.settings.task, plan.settings.num_labels)
     if count is None:
         return None
     # An embedding tied to the output head takes part in a product; one that is only looked up does not.

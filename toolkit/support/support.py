@@ -38,7 +38,7 @@ from toolkit.units import format_count
 
 Part = Literal["estimate", "tensor", "pipeline", "lora", "export"]
 # Refusals of jobs whose model can be built nevertheless.
-_NOT_TRAINED = frozenset({"MODEL_TASK", "TASK_UNSUPPORTED", "MODEL_CONFIG_INVALID", "MODEL_NOT_DECODER"})
+_NOT_TRAINED = frozenset({"MODEL_TASK", "IMAGES_LENGTH", "MODEL_CONFIG_INVALID", "MODEL_NOT_DECODER"})
 # Most ranks of a tensor group that are tried: those of a node.
 MOST_RANKS = 16
 

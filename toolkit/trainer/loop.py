@@ -31,7 +31,7 @@ from toolkit.launch.local import LOGS
 from toolkit.launch.packages import tracker_problems
 from toolkit.modeling.proofs import proofs_of
 from toolkit.planning.plan import Plan
-from toolkit.planning.trainable import data_section_problems
+from toolkit.planning.trainable import data_section_problems, task_problems
 from toolkit.reshape.load import resume as restore
 from toolkit.trainer.callbacks import attach_callbacks, make_callbacks
 from toolkit.trainer.hang import last_words
@@ -100,7 +100,7 @@ def train_within(
     go_on: Callable[[int], None] | None = None,
 ) -> TrainResult:
     """Train a plan as `train` does, within the limits of a session; the last two are those of `last_words`."""
-    raise_all(PlanError, data_section_problems(plan.job))
+    raise_all(PlanError, [*data_section_problems(plan.job), *task_problems(plan.settings.task)])
     raise_all(PlanError, tracker_problems(plan.job.train.report_to))
     callbacks = make_callbacks(plan)
     if plan.job.train.compute_loss is not None:

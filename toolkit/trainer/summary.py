@@ -16,9 +16,11 @@ def describe_data(data: PreparedData) -> str:
     if isinstance(data.train, StreamedRows):
         return _describe_stream(data, data.train)
     report = data.train.report
+    learned = (
+        f"{report.target_tokens:,} of them learned" if data.train.per_token else f"{report.target_tokens:,} labels"
+    )
     parts = [
-        f"data: {report.documents:,} documents, {report.sequences:,} sequences, {report.tokens:,} tokens, "
-        f"{report.target_tokens:,} of them learned"
+        f"data: {report.documents:,} documents, {report.sequences:,} sequences, {report.tokens:,} tokens, {learned}"
     ]
     if report.truncated and data.train.packing != "wrapped":
         parts.append(f"{report.truncated:,} documents cut")

@@ -68,13 +68,6 @@ def test_soft_capped_scores_need_a_kernel_that_caps() -> None:
     assert caught.value.codes == ("ATTENTION_SOFTCAP",)
 
 
-@pytest.mark.parametrize("to_run", [True, False], ids=["validate", "estimate"])
-def test_another_task_is_refused_for_an_estimate_as_well(to_run: bool) -> None:
-    with pytest.raises(PlanError, match="task=sequence-classification") as caught:
-        plan_with(model_with(architectures=["LlamaForSequenceClassification"]), to_run=to_run)
-    assert caught.value.codes == ("TASK_UNSUPPORTED",)
-
-
 def test_the_plan_has_the_task_and_where_it_came_from() -> None:
     plan = plan_with(model_of("llama-3.2-1b"))
     assert plan.settings.task == "causal-lm"

@@ -182,7 +182,7 @@ def trace_key(plan: Plan, changes: Mapping[str, Any]) -> str:
         {name: value for name, value in train.items() if name not in _TRAIN_APART},
         plan.job.train.recomputation.model_dump(mode="json"),
         [plan.settings.batch.micro, plan.grid.pp, plan.grid.tp, plan.grid.cp, plan.profile.activations, plan.on_cpu],
-        "wrapped" if plan.job.data is None else plan.job.data.packing,
+        plan.packing,
         [plan.gpu.vendor, plan.gpu.compute_capability, plan.gpu.num_multiprocessors],
         _software(plan),
         {name: repr(value) for name, value in sorted(changes.items())},

@@ -49,7 +49,7 @@ from toolkit.memory.trace.fake_ops import (
 from toolkit.memory.trace.fake_results import fake_like
 from toolkit.memory.trace.representatives import LayerStack, find_stacks, in_adapters, prune_layers
 from toolkit.memory.trace.segments import LayerSegmenter, StageBoundary
-from toolkit.memory.trace.spec import PADDED, TraceSpec
+from toolkit.memory.trace.spec import BOTH_LENGTHS, PADDED, TraceSpec
 from toolkit.memory.trace.stage_layers import WholeModel, prune_to_part
 from toolkit.modeling.build import add_adapters, construct_empty, finish_model, shard_model
 from toolkit.modeling.checkpointing import layers_to_checkpoint
@@ -157,6 +157,7 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                         *recurrence.describe(),
                         *(() if compiled is None else compiled.describe()),
                         *((PADDED,) if spec.packing == "none" else ()),
+                        *((BOTH_LENGTHS,) if spec.task == "seq2seq-lm" else ()),
                         *(
                             [f"kernels={spec.kernels} does not replace: {', '.join(made.unfused)}"]
                             if made.unfused
@@ -272,6 +273,8 @@ def configured(spec: TraceSpec, config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of a configuration with the attention that is traced."""
     own = copy.deepcopy(config)
     own._attn_implementation = spec.attention
+    if spec.task == "sequence-classification" and own.pad_token_id is None:
+        own.pad_token_id = 0  # a run has that of its data
     return own
 
 
@@ -431,7 +434,7 @@ def _losses(spec: TraceSpec, made: FakeModel, tp_group: dist.ProcessGroup | None
         loss=spec.loss, label_smoothing_factor=spec.label_smoothing, z_loss=spec.z_loss, compute_loss=spec.compute_loss
     )
     part = SequenceSlice(rank=0, size=spec.context) if spec.context > 1 else None
-    return StepLoss.of(told, config=config, tp_group=tp_group, vocab_size=vocab_size, part=part)
+    return StepLoss.of(told, config=config, tp_group=tp_group, vocab_size=vocab_size, part=part, task=spec.task)
 
 
 def _loss(spec: TraceSpec, losses: StepLoss, outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -92,7 +92,7 @@ def _config(plan: Plan) -> PreTrainedConfig:
 def trace_model(
     config: PreTrainedConfig, spec: TraceSpec, *, part: StageSpec | None = None, all_layers: bool = False
 ) -> MemoryTrace:
-    """Trace one micro-batch of any causal language model that transformers builds from a configuration.
+    """Trace one micro-batch of any model that transformers builds from a configuration for the task of a specification.
 
     >>> from transformers import LlamaConfig
     >>> from toolkit.memory.kernels.device import Device

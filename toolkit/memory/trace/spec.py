@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 from toolkit.catalog.image_inputs import ImageInputs
-from toolkit.config.job import Packing
+from toolkit.config.job import Packing, ProblemType
 from toolkit.launch.software import Software
 from toolkit.memory.kernels.device import Device
 from toolkit.memory.kernels.routing import Routing
@@ -21,6 +21,7 @@ PADDED = (
     "Batches have a row of sequence_length tokens and a padded one, so that attention has a mask; a batch without "
     "padding needs less"
 )
+BOTH_LENGTHS = "Encoder and decoder have sequence_length tokens each"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class TraceSpec(BuildOptions):
         images: What one image becomes; None for text alone.
         images_per_sample: Images of each sequence.
         image_token: Token of an image.
+        num_labels: Classes of a classifier.
+        problem_type: What a classifier of sequences learns.
     """
 
     micro_batch: int
@@ -62,17 +65,21 @@ class TraceSpec(BuildOptions):
     images: ImageInputs | None = None
     images_per_sample: int = 0
     image_token: int = 0
+    num_labels: int = 0
+    problem_type: ProblemType | None = None
 
     @classmethod
     def of(cls, plan: Plan, **changes: Any) -> Self:
         """Return what a plan trains, or with `evaluation=True` evaluates; `changes` are values in place of the plan's."""
-        settings, data = plan.settings, plan.job.data
+        settings = plan.settings
         of_plan = {
             "micro_batch": settings.per_device_eval_batch_size if changes.get("evaluation") else settings.batch.micro,
             "sequence_length": settings.sequence_length,
             "device": Device.of(plan.gpu),
             "attention": settings.attention,
-            "packing": data.packing if data is not None else "wrapped",
+            "packing": plan.packing,
+            "num_labels": settings.num_labels,
+            "problem_type": settings.problem_type,
             "tensor": plan.grid.tp,
             "context": plan.grid.cp,
             "splits_backward": settings.splits_backward,
@@ -96,7 +103,8 @@ class TraceSpec(BuildOptions):
 
         Returns:
             The model's keyword arguments, and the labels. Shape (micro_batch, sequence_length), or
-            (1, micro_batch * sequence_length) where documents are joined.
+            (1, micro_batch * sequence_length) where documents are joined; the labels of sequences (micro_batch,), or
+            (micro_batch, num_labels) where each has several.
         """
         shape = (self.micro_batch, self.sequence_length)
         if self.joins_documents:
@@ -108,7 +116,14 @@ class TraceSpec(BuildOptions):
             inputs["attention_mask"] = _tokens(shape)
         elif self.packing == "separated":
             inputs["position_ids"] = _tokens(shape)
+        if self.task == "sequence-classification":
+            return inputs, self._labels_of_sequences()
         return inputs, _tokens(shape)
+
+    def _labels_of_sequences(self) -> torch.Tensor:
+        if self.problem_type == "single_label_classification":
+            return _tokens((self.micro_batch,))
+        return torch.zeros((self.micro_batch, *([self.num_labels] if self.num_labels > 1 else [])))
 
     def _with_images(self, images: ImageInputs, ids: torch.Tensor) -> Batch:
         """Return inputs with images at the beginning of each row, each after a token, and padding at the end of the last one."""

@@ -19,6 +19,7 @@ from toolkit.planning.rules import (
     pipeline,
     recomputation,
     strategy,
+    tasks,
     tensor,
     training,
     zero,
@@ -28,6 +29,7 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 Rule = Callable[[UncheckedPlan], Iterable[Problem]]
 
 RULES: tuple[Rule, ...] = (
+    *tasks.RULES,
     *model.RULES,
     *hardware.RULES,
     *grid.RULES,

@@ -12,7 +12,7 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 def packing_attention(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse torch.compile with separated documents, whose mask changes at each step: it would recompile."""
     data = draft.job.data
-    if data is not None and data.packing == "separated" and draft.job.train.torch_compile:
+    if data is not None and draft.packing == "separated" and draft.job.train.torch_compile:
         yield Problem(
             code="PACKING_COMPILE",
             key="data.packing",
@@ -30,7 +30,7 @@ def sources_named_once(draft: UncheckedPlan) -> Iterator[Problem]:
 def lengths_to_group(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse grouping by length of rows that all have one length."""
     data = draft.job.data
-    if data is not None and data.group_by_length and data.packing != "none":
+    if data is not None and data.group_by_length and draft.packing != "none":
         yield Problem(
             code="GROUP_BY_LENGTH",
             key="data.group_by_length",

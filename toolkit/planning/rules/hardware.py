@@ -11,7 +11,13 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 FLASH_COMPUTE_CAPABILITY = (8, 0)
 
 # Learned absolute positions: an index past the embedding table is an error on the device.
-_ABSOLUTE_POSITIONS = frozenset({"gpt2", "opt", "gpt_bigcode", "bloom", "gptj", "codegen", "gpt_neo", "biogpt", "xglm"})
+_ABSOLUTE_POSITIONS = frozenset(
+    {
+        *("gpt2", "opt", "gpt_bigcode", "bloom", "gptj", "codegen", "gpt_neo", "biogpt", "xglm"),
+        *("albert", "bart", "bert", "camembert", "distilbert", "electra", "mbart", "mpnet", "pegasus"),
+        *("roberta", "xlm-roberta"),
+    }
+)
 
 
 def precision_of_card(draft: UncheckedPlan) -> Iterator[Problem]:

@@ -199,6 +199,9 @@ def _model_problems(draft: UncheckedPlan, name: str) -> Iterator[Problem]:
         "added_tokens": "`tokenizer.add_tokens` and `model.resize_token_embeddings`",
         "added_special_tokens": "`tokenizer.add_tokens` and `model.resize_token_embeddings`",
         "pad_vocab_to_multiple_of": "`model.resize_token_embeddings`",
+        "labels": "`id2label` and `label2id` of `from_pretrained`",
+        "num_labels": "`num_labels` of `from_pretrained`",
+        "problem_type": "`problem_type` of `from_pretrained`",
     }
     for key, by_hand in changed.items():
         if getattr(draft.job.model, key):
@@ -227,6 +230,15 @@ def _own_loop_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]
             key="train.hang_timeout_minutes",
             message=f"hang_timeout_minutes={train.hang_timeout_minutes:g} is acted on by our training loop, not by {NAMES[consumer]}",
             fix=f"Leave it out, with ddp_timeout in your script, or {OWN}",
+        )
+    metric = train.best_metric.removeprefix("eval_")
+    if consumer == "trainer" and train.watches_metric and metric in draft.settings.metrics[1:]:
+        yield Problem(
+            code="INTEGRATION_LOOP",
+            key="train.metric_for_best_model",
+            message=f"metric_for_best_model={metric} is computed by our evaluations: {NAMES[consumer]} has the loss alone",
+            fix=f"Set it to loss, or leave it out, with `compute_metrics` in your script, or {OWN}",
+            source="transformers trainer.py evaluation_loop",
         )
     if train.save_only_model:
         yield from _weights_alone(draft, consumer)

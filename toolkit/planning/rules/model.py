@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.catalog.architectures import Architecture, architecture_of
-from toolkit.catalog.tasks import NOUNS, class_problems
-from toolkit.config.job import Task
+from toolkit.catalog.tasks import class_problems
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 from toolkit.topology.grid import join
@@ -14,20 +13,9 @@ from toolkit.topology.grid import join
 MAX_LABELS = 1_000_000
 
 
-# Tasks that are planned, estimated and trained.
-SUPPORTED_TASKS: tuple[Task, ...] = ("causal-lm", "image-text-to-text")
-
-
 def class_of_task(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Require that transformers has a class of the model for its task, and that the task is one that is trained."""
+    """Require that transformers has a class of the model for its task."""
     model, task = draft.model, draft.settings.task
-    if task not in SUPPORTED_TASKS:
-        yield Problem(
-            code="TASK_UNSUPPORTED",
-            key="model.task",
-            message=f"task={task}: a {NOUNS[task]} is neither estimated nor trained by this version",
-            fix=f"Set model.task to {join(SUPPORTED_TASKS)}, with a model of that task",
-        )
     trusted = draft.job.model.trust_remote_code
     yield from class_problems(model.config, name=model.name, trust_remote_code=trusted, task=task)
 

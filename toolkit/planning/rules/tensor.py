@@ -163,7 +163,7 @@ def pieces_of_sequences(draft: UncheckedPlan) -> Iterator[Problem]:
             message=f"tensor={size} does not divide sequence_length={length}: each rank has an equal shard",
             fix=f"Set train.sequence_length to a multiple of {size}, such as {max(length // size, 1) * size}, or {_SEQUENCE} to false",
         )
-    elif data is not None and data.packing == "none" and PADDED_TO % size:
+    elif data is not None and draft.packing == "none" and PADDED_TO % size:
         yield Problem(
             code="TP_SEQUENCE",
             key=_SEQUENCE,

@@ -289,7 +289,8 @@ def best_model(draft: UncheckedPlan) -> Iterator[Problem]:
                 fix=f"Set train.{wanted}, or remove {key}",
             )
     sets = () if draft.job.data is None else tuple(draft.job.data.eval_sets)
-    losses = [f"eval_{name}_loss" for name in sets] or ["eval_loss"]
+    own = settings.metrics
+    losses = [f"eval_{name}_{metric}" for name in sets for metric in own] or [f"eval_{metric}" for metric in own]
     of_a_set = not sets or train.best_metric.startswith(tuple(f"eval_{name}_" for name in sets))
     if train.watches_metric and train.best_metric not in losses and (train.compute_metrics is None or not of_a_set):
         has = f"an evaluation has {', '.join(losses)}" + (
