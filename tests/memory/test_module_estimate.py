@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -51,6 +52,21 @@ def test_a_chain_of_matrices_is_counted_by_hand() -> None:
         )
     )
     assert kept == pytest.approx(5 * activation, rel=0.01)
+
+
+class _Warns(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        warnings.warn("something is deprecated", DeprecationWarning, stacklevel=2)
+        return super().forward(input)
+
+
+def test_warnings_are_no_errors_of_a_trace_where_a_process_has_made_them_so() -> None:
+    wanted = report_of(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), zero_stage=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert report_of(nn.Sequential(_Warns(WIDTH, WIDTH, bias=False)), zero_stage=2).ranks == wanted.ranks
+        with pytest.raises(DeprecationWarning):
+            warnings.warn("as before", DeprecationWarning, stacklevel=2)
 
 
 def test_state_is_sharded_and_frozen_weights_have_none() -> None:

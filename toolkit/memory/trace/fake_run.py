@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -282,6 +283,10 @@ def configured(spec: TraceSpec, config: PreTrainedConfig) -> PreTrainedConfig:
 def _as_in_a_new_process() -> Iterator[None]:
     """Trace inside a `with` block with torch's own settings, whatever this process has set for models of its own."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter(
+            "ignore"
+        )  # a process may have made them errors, of which the trace would fail, or a layer stay eager
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
