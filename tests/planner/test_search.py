@@ -81,6 +81,28 @@ def test_a_kind_that_cannot_be_traced_is_named_and_the_others_are_searched(price
     assert all(what.startswith("l4-24gb") for what in broken)
 
 
+def test_a_cut_that_its_proof_refuses_leaves_the_settings_without_stages(price_list):
+    class RefusesStages(Estimator):
+        def estimate_plan(self, plan, case):
+            if plan.grid.pp > 1:
+                raise PlanError.of(
+                    code="PIPELINE_ARCHITECTURE", key="model", message="no cut is exact", fix="No stages"
+                )
+            return super().estimate_plan(plan, case)
+
+    question = question_of(price_list, gpus="h100-sxm-80gb", max_gpus=2)
+    searched = Search(question, RefusesStages())
+    (cluster,) = (
+        one for one in candidate_clusters(question.gpus, question.prices, max_gpus=2, spot=False) if one.num_gpus == 2
+    )
+    setting = Setting(1, 2, 1, "none", 1, 16, 1.0, "chunked", "eager", False)
+    assert searched.evaluate(cluster, setting) is None
+    assert not searched.found.failures
+    assert searched.evaluate(cluster, setting._replace(pipeline=1, accumulation=8)).fits
+    assert all(each.pipeline == 1 for _, each in searched.rank(cluster)[0])
+    assert any(each.kind == setting.kind for _, each in searched.rank(cluster)[0])
+
+
 def test_the_search_ends_in_time_with_what_it_has(price_list):
     question = question_of(price_list, gpus="l4,h100-sxm-80gb", max_gpus=8)
     found = search(question, seconds=1e-6)

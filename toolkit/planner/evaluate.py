@@ -126,6 +126,9 @@ class Evaluator:
                 step = self._price(plan, self._estimator.traces(plan))
                 self.corrections.learn_time(cluster.gpu, setting, foreseen, step.seconds)
         except ToolkitError as error:
+            if self._refuses_axis(setting, error):  # a split that its proof, which the trace makes, has found wrong
+                self._note_refusal(cluster, setting, error)
+                return None
             # A trace that fails concerns all settings with these kernels on this card; the others are still searched.
             self._broken.add((cluster.gpu.name, setting.kind))
             found.failures[f"{cluster.gpu.name}, {describe_kernels(setting)}"] = error.problems
@@ -163,10 +166,14 @@ class Evaluator:
     def _note_refusal(self, cluster: Candidate, setting: Setting, error: ToolkitError) -> None:
         """Keep what the rules say of a setting; a size of an axis that they refuse is not tried again."""
         self._found.refused[f"{cluster.name}, {describe_layout(cluster, setting)}"] = error.problems
-        for size, names in ((("tensor", setting.tensor), ("TP_",)), (("pipeline", setting.pipeline), ("PIPELINE_",))):
-            codes = {*error.codes} - {"TP_EXPERTS"}  # of which another way to share experts may be free
-            if size[1] > 1 and any(code.startswith(names) for code in codes):
-                self._refused.add(size)
+        self._refused |= self._refuses_axis(setting, error)
+
+    @staticmethod
+    def _refuses_axis(setting: Setting, error: ToolkitError) -> set[tuple[str, int]]:
+        """Return the axes, with their sizes, that an error refuses."""
+        codes = {*error.codes} - {"TP_EXPERTS"}  # of which another way to share experts may be free
+        axes = ((("tensor", setting.tensor), "TP_"), (("pipeline", setting.pipeline), "PIPELINE_"))
+        return {size for size, name in axes if size[1] > 1 and any(code.startswith(name) for code in codes)}
 
     def _plain_bytes(self, cluster: Candidate, setting: Setting) -> float:
         precision = precision_on(self._question.job, cluster.gpu)
