@@ -47,7 +47,7 @@ def lock(memory: Tensor, device: torch.device) -> None:
     size = memory.numel() * memory.element_size()
     result = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
     if result:
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             with suppress(RuntimeError):  # it is CUDA's last error until torch looks for one, after its next kernel
                 torch.zeros(1, device=device)
         _warn(result)
