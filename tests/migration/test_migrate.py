@@ -401,3 +401,15 @@ def test_a_number_without_measure_and_keys_without_number_are_told_in_time(tmp_p
     with pytest.raises(SpecError) as caught:
         migrate(path)
     assert caught.value.codes == ("MIGRATE_UNKNOWN",)
+
+
+def test_a_misspelt_key_is_told_with_the_right_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = json.dumps({"train_batch_size": 8, "gradient_cliping": 1.0, "zero_optimization": {"stge": 2, "mine": 1}})
+    Path("ds.json").write_text(text)
+    found = {entry.leaf.key: entry.fix for entry in migrate(["ds.json"], **CARD).not_carried}
+    assert found == {
+        "gradient_cliping": "Did you mean gradient_clipping",
+        "zero_optimization.stge": "Did you mean zero_optimization.stage",
+        "zero_optimization.mine": "",
+    }

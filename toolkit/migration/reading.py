@@ -8,9 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolkit.config.suggestions import nearest_key
 from toolkit.migration.draft import Draft, fault_of, is_default
 from toolkit.migration.outcomes import Entry, Leaf, Outcome, shown
 from toolkit.migration.table import Row, Table, pattern_of
+
+
+# No file that a tool reads has more keys.
+_MOST_LEAVES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +123,17 @@ class Reading:
                     leaf, "not carried", reason=f"{shown(leaf.value)} is none of its values that are known here"
                 )
             elif row is None:
-                self._enter(leaf, "not carried", reason=f"{key} is no key of {self.table.tool} that is known here")
+                reason = f"{key} is no key of {self.table.tool} that is known here"
+                self._enter(leaf, "not carried", reason=reason, fix=self._meant(key))
             else:
                 self._by_row(leaf, row)
+
+    def _meant(self, key: str) -> str:
+        """Return the fix of a misspelt key; nothing in a file of very many keys, whose comparison would take long."""
+        if len(self.leaves) > _MOST_LEAVES:
+            return ""
+        near = nearest_key(key, sorted(self.table.keys - self.leaves.keys()))
+        return f"Did you mean {near[0]}" if near else ""
 
     def run(self) -> tuple[Entry, ...]:
         """Deal with all keys, and return their entries in the order of the file."""
