@@ -13,7 +13,6 @@ from toolkit.migration.draft import Draft, fault_of, is_default
 from toolkit.migration.outcomes import Entry, Leaf, Outcome, shown
 from toolkit.migration.table import Row, Table, pattern_of
 
-
 # No file that a tool reads has more keys.
 _MOST_LEAVES = 1000
 
