@@ -26,6 +26,8 @@ def test_where_the_machine_refuses_memory_is_plain_after_one_warning(
     # cudaErrorMemoryAllocation, as no card is here to refuse.
     refusing = SimpleNamespace(cudaHostRegister=lambda place, size, flags: asked.append(size) or 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    zeros = torch.zeros  # a tensor on the card takes CUDA's last error away, and no card is here
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))
     host_memory._warn.cache_clear()
     with caplog.at_level(logging.WARNING):
         made = [page_locked(1000, torch.bfloat16, torch.device("cuda")) for _ in range(3)]
