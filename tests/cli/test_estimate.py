@@ -288,7 +288,10 @@ def test_one_row_that_fits_is_exit_code_0(capsys):
 def test_a_combination_that_is_no_job_says_why(capsys):
     code, found = run(capsys, "--sweep", "offload_ratio=0.5", "--sweep", "offload=optimizer-cpu,optimizer-nvme")
     assert code == 1
-    assert [codes(row) for row in found["rows"]] == [["OFFLOAD_RATIO"], ["OFFLOAD_STAGE", "OFFLOAD_NVME_PATH", "OFFLOAD_RATIO"]]
+    assert [codes(row) for row in found["rows"]] == [
+        ["OFFLOAD_RATIO"],
+        ["OFFLOAD_STAGE", "OFFLOAD_NVME_PATH", "OFFLOAD_RATIO"],
+    ]
     assert [row["required_bytes"] for row in found["rows"]] == [None, None]
 
 
