@@ -198,6 +198,22 @@ def test_a_tokenizer_without_an_end_mark(folder, capsys):
     assert codes(capsys) == ["DATA_NO_EOS"]
 
 
+def test_nothing_is_asked_of_data_that_no_training_reads(folder, capsys):
+    path = write_model(folder, eos_token=None) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "bert"}))
+    assert validate("model=./model", "model.task=masked-lm") == 0
+    assert codes(capsys) == []
+
+
+def test_documents_without_a_place_for_images_are_refused_as_in_training(folder, capsys):
+    path = write_model(folder) / "config.json"
+    tower = {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14}
+    config = {"model_type": "llava", "text_config": json.loads(path.read_text()), "vision_config": tower}
+    path.write_text(json.dumps({**config, "architectures": ["LlavaForConditionalGeneration"]}))
+    assert validate("model=./model", "data.packing=none") == 2
+    assert codes(capsys) == ["DATA_IMAGES"]
+
+
 def test_a_vocabulary_larger_than_the_embedding_names_both_numbers(folder, capsys):
     write_model(folder, vocab_size=2)
     assert validate("model=./model", extra=()) == 0

@@ -143,11 +143,18 @@ def test_long_texts_can_be_refused(tmp_path: Path, tokenizer: Any) -> None:
 def test_a_label_behind_the_head_of_a_file_is_told_with_its_line(tmp_path: Path, tokenizer: Any) -> None:
     records = [{"text": "the", "label": 1}] * 1000 + [{"text": "the", "label": 2}]
     with pytest.raises(
-        DataError, match=r"line 1001: label=2 is outside 0 to 1.*model\.num_labels to at least 3"
+        DataError, match=r"line 1001: label=2 is outside 0 to 1.*at least 3 classes in model\.labels"
     ) as caught:
         prepared(tmp_path, tokenizer, ONE, records)
     assert caught.value.codes == ("DATA_LABELS",)
     assert not [*(tmp_path / "cache").glob("tokens-*")]
+
+
+def test_tags_of_which_none_counts_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    record = {"tokens": ["the", "film"], "tags": [-100, -100]}
+    with pytest.raises(DataError, match="no tag counts in the loss") as caught:
+        prepared(tmp_path, tokenizer, Labels(names=("O", "B")), [record])
+    assert caught.value.codes == ("DATA_NO_TARGETS",)
 
 
 def test_the_labels_are_part_of_what_is_cached(tmp_path: Path, tokenizer: Any) -> None:

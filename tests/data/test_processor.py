@@ -24,7 +24,9 @@ def llava():
 
 
 def prepared(folder, processor, **data):
-    given = Data(**{"train": str(write_images(folder)), "packing": "none", "loss_on": "assistant"} | data)
+    given = Data(
+        **{"train": data.get("train") or str(write_images(folder)), "packing": "none", "loss_on": "assistant"} | data
+    )
     return prepare(given, tokenizer=processor, sequence_length=160, seed=0, cache_dir=folder / "cache").train
 
 
@@ -121,6 +123,16 @@ def test_an_image_that_is_gone_is_named_with_its_record(tmp_path, llava):
         prepare(
             Data(train=str(path), packing="none"), tokenizer=llava, sequence_length=99, seed=0, cache_dir=tmp_path / "c"
         )
+    assert caught.value.codes == ("DATA_IMAGE",)
+
+
+def test_an_image_that_the_processor_refuses_is_named(tmp_path):
+    path = write_images(tmp_path)
+    Image.new("RGB", (300, 1)).save(tmp_path / "a.png")
+    with pytest.raises(
+        DataError, match=r"line 1: image .*a\.png of 300 × 1 pixels cannot be read: .*aspect ratio"
+    ) as caught:
+        prepared(tmp_path, tiny_processor("qwen2_5_vl"), train=str(path))
     assert caught.value.codes == ("DATA_IMAGE",)
 
 

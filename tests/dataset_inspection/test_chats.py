@@ -143,3 +143,27 @@ def test_a_template_that_takes_for_ever_is_told_once(
         assert problem.message.startswith(
             "a.jsonl, record at line 1: the chat template does not render it: it takes more than 1 s of processor time, or "
         )
+
+
+@pytest.mark.parametrize(
+    ("text", "images", "said"),
+    [
+        ("<image><image>", ["a.png"], "more places for images than the 1"),
+        ("<image>", ["a.png", "b.png"], "only 1 have a place"),
+        ("<image>", ["a.png"], None),
+    ],
+)
+def test_images_without_a_place_are_told_before_training(
+    tmp_path: Path, text: str, images: list[str], said: str | None
+) -> None:
+    record = {
+        "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}],
+        "images": images,
+    }
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    shows = (
+        "{% for m in messages %}{{ m.role }}{% for c in m.content %}{{ c.type }}{{ c.text }}{% endfor %}{% endfor %}"
+    )
+    _, problems = peek(Data(train="a.jsonl"), base=tmp_path, template=ChatTemplate(shows, "<eos>", lists=True))
+    assert [problem.code for problem in problems] == ([] if said is None else ["DATA_IMAGE"])
+    assert said is None or said in str(problems[0])

@@ -31,6 +31,7 @@ TAGS = Labels(names=("O", "B"), are_named=True)
         (SEVERAL, {"label": [0, 1, 1]}, [0, 1, 1]),
         (SEVERAL, {"label": []}, [0, 0, 0]),
         (NUMBER, {"label": -0.5}, [-0.5]),
+        (NUMBER, {"label": "-0.5"}, [-0.5]),  # as a .csv file has it
         (NUMBERS, {"label": [1, 2.5]}, [1, 2.5]),
         (TAGS, {"tokens": ["a", "b", "c"], "tags": ["B", 0, -100]}, [1, 0, -100]),
     ],
@@ -50,8 +51,14 @@ def test_labels_are_names_or_numbers(labels: Labels, record: dict[str, Any], wan
         (SEVERAL, {"label": 1}, "label is a number, not a list, and problem_type=multi_label_classification"),
         (SEVERAL, {"label": [1, 0]}, "label has 2 numbers, and num_labels=3"),
         (SEVERAL, {"label": [1, 0, 2]}, "neither 0 nor 1"),
-        (NUMBER, {"label": "high"}, "is no number, and problem_type=regression"),
+        (ONE, {"label": "²"}, "is not the name of a class"),
+        (NUMBER, {"label": "high"}, "is no number that fp32 holds, and problem_type=regression"),
+        (NUMBER, {"label": "nan"}, "is no number"),
+        (NUMBER, {"label": True}, "is no number"),
         (NUMBER, {"label": float("nan")}, "is no number"),
+        (NUMBER, {"label": float("inf")}, "is no number"),
+        (NUMBER, {"label": 1e39}, "is no number"),
+        (NUMBER, {"label": 10**400}, "is no number"),
         (NUMBERS, {"label": 1.0}, "label has 1 numbers, and num_labels=2"),
         (TAGS, {"tokens": ["a", "b"], "tags": ["B", "X"]}, "tags[1]='X' is not the name of a class"),
     ],
@@ -88,6 +95,12 @@ def test_the_fix_has_the_classes_that_were_found(tmp_path: Path) -> None:
     assert "Set model.labels to the names of all classes, such as [ham, spam]" in found[1]
     (found,) = looked_at(tmp_path, unnamed, {"text": "a", "label": 4}, {"text": "b", "label": 0})
     assert "Set model.num_labels to at least 5" in found[1]
+    (found,) = looked_at(tmp_path, unnamed, {"text": "a", "label": "4"}, {"text": "b", "label": ""})
+    assert "Set model.num_labels to at least 5" in found[1]
+    (found,) = looked_at(tmp_path, ONE, {"text": "a", "label": 4})
+    assert "Name at least 5 classes in model.labels" in found[1]
+    (found,) = looked_at(tmp_path, SEVERAL, {"text": "a", "label": [2]})
+    assert "or of a 0 or 1 for each of the 3" in found[1]
 
 
 def test_tokens_and_tags_of_different_lengths_are_told(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def check(root: Path, name: str) -> None:
         *(("eval_mse", "eval_mae") if name == "pairs-fsdp2" else ("eval_accuracy", "eval_f1")),
     }
     assert [(first[key], last[key]) for key in metrics] == [(again[key], ended[key]) for key in metrics]
-    made = export(whole / "checkpoint-4", whole / "export", check_logits=True, merge_adapter="lora" in name)
+    made = export(whole / "checkpoint-4", whole / "export", merge_adapter="lora" in name)
     assert made.logits_difference is not None
     of_tokens = "tags" in name
     auto = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification

@@ -17,7 +17,7 @@ from toolkit.config.job import Job
 from toolkit.config.paths import path_kind, shown
 from toolkit.config.user_code import unfound
 from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX, ChatTemplate
-from toolkit.dataset_inspection.formats import Format
+from toolkit.dataset_inspection.formats import Format, formats_without_images
 from toolkit.dataset_inspection.inspect import DatasetFacts, peek
 from toolkit.dataset_inspection.labels import data_of_task
 from toolkit.errors import Problem, SpecError
@@ -85,8 +85,12 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
         data, found = peek(
             asked, template=_chat_template(facts, images=task == "image-text-to-text"), runs_code=True, labels=labels
         )
-        if not any(task_problems(task)):  # else nothing reads them
+        if any(task_problems(task)):  # nothing reads them
+            data = None
+        else:
             problems += found
+            if task == "image-text-to-text":
+                problems += formats_without_images(data.formats)
     problems += output_problems(job.train.output_dir)
     problems += user_code_problems(job)
     if readable and tokenizer is not None and (data is not None or job.model.tokenizer is not None):

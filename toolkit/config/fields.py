@@ -12,6 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 
 # Counts of steps, sequences and tokens: the range of a 32-bit integer, in which some libraries store them.
 MAX_COUNT = 2**31 - 1
+# Most classes of a classifier: transformers makes a name for each.
+MAX_LABELS = 1_000_000
 # numpy.random.seed, which transformers.set_seed calls, accepts no larger one.
 MAX_SEED = 2**32 - 1
 # A second and a bit, and a week.
@@ -193,6 +195,7 @@ Folder = Annotated[
 Release = Annotated[str, BeforeValidator(_release), BeforeValidator(_filled)]
 
 Count = Annotated[int, Field(gt=0, le=MAX_COUNT), BeforeValidator(_not_a_bool)]
+NumLabels = Annotated[int, Field(gt=0, le=MAX_LABELS), BeforeValidator(_not_a_bool)]
 NonNegativeCount = Annotated[int, Field(ge=0, le=MAX_COUNT), BeforeValidator(_not_a_bool)]
 NumNodes = Annotated[int, Field(gt=0, le=MAX_NODES), BeforeValidator(_not_a_bool)]
 NumGpus = Annotated[int, Field(gt=0, le=MAX_GPUS_PER_NODE), BeforeValidator(_not_a_bool)]

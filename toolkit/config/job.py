@@ -26,6 +26,7 @@ from toolkit.config.fields import (
     NonNegativeCount,
     NonNegativeNumber,
     NumGpus,
+    NumLabels,
     NumNodes,
     OpenFraction,
     PipelineSchedule,
@@ -148,7 +149,7 @@ class Model(Section):
     """
     labels: Annotated[tuple[Word, ...], Field(min_length=1)] | None = None
     """Names of the classes of a classifier, in the order of their numbers; the export has them as `id2label`."""
-    num_labels: Count | None = None
+    num_labels: NumLabels | None = None
     """Number of classes of a classifier, or of values of a regression, where `labels` does not name them."""
     problem_type: ProblemType | None = None
     """What a classifier of sequences learns, by transformers' names: one class of each, several, or numbers."""

@@ -13,7 +13,7 @@ import datasets
 from toolkit.catalog.tokenizer import template_fault
 from toolkit.config.job import LossOn
 from toolkit.data.chats import ChatTokeniser, Places, chat_template
-from toolkit.data.images import image_error, image_source, read_image
+from toolkit.data.images import ImageSource, image_error, image_name, image_source, read_image
 from toolkit.data.processor import Processor
 from toolkit.dataset_inspection.chat_messages import learned_roles
 from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX
@@ -134,7 +134,7 @@ class Tokeniser:
                 folder = Path() if self.origins is None else self.origins.folder(index)
                 sources = [image_source(value, folder=folder) for value in given]
                 sizes = [read_image(source).size for source in sources]
-                expansions = tuple(self.tokenizer.expansion(size) for size in sizes)
+                expansions = tuple(map(self._expansion, sources, sizes))
             except ValueError as error:
                 raise image_error(str(error), where=where, key=key) from None
             chat = ChatTokeniser(
@@ -149,6 +149,12 @@ class Tokeniser:
             for name, value in zip(made, values, strict=True):
                 made[name].append(value)
         return made
+
+    def _expansion(self, source: ImageSource, size: tuple[int, int]) -> str:
+        try:
+            return str(self.tokenizer.expansion(size))
+        except ValueError as error:  # of the processor, such as one for a very long and narrow image
+            raise ValueError(f"{image_name(source)} of {size[0]} × {size[1]} pixels cannot be read: {error}") from None
 
     def _refuse_images(self, record: Mapping[str, Any], index: int) -> None:
         if (fault := text_fault(record["messages"])) is not None:

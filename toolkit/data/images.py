@@ -75,7 +75,7 @@ def read_image(source: ImageSource) -> Any:
     """
     from PIL import Image, ImageOps
 
-    named = "an image in the data" if source["path"] is None else f"image {source['path']}"
+    named = image_name(source)
     given = io.BytesIO(source["bytes"] or b"") if source["path"] is None else Path(source["path"])
     try:
         with warnings.catch_warnings():
@@ -96,6 +96,11 @@ def read_image(source: ImageSource) -> Any:
     except Exception as error:  # of Pillow's many decoders, each with its own kinds
         reason = "it is no image, or damaged" if isinstance(error, Image.UnidentifiedImageError) else first_line(error)
         raise ValueError(f"{named} cannot be read: {reason}") from None
+
+
+def image_name(source: ImageSource) -> str:
+    """Return what a message calls an image."""
+    return "an image in the data" if source["path"] is None else f"image {source['path']}"
 
 
 def image_error(reason: str, *, where: str, key: str) -> DataError:

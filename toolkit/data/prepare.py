@@ -25,7 +25,7 @@ from toolkit.data.sources import Documents, Part, load_documents, progress_bars
 from toolkit.data.store import TokenStore, tokenise
 from toolkit.data.streaming import BUFFER, StreamedRows, StreamedSource, open_source
 from toolkit.dataset_inspection.chat_template import unused_chat_template
-from toolkit.dataset_inspection.formats import Format, image_data_problems
+from toolkit.dataset_inspection.formats import Format, formats_without_images, image_data_problems
 from toolkit.dataset_inspection.inspect import DatasetFacts, check_data
 from toolkit.dataset_inspection.labels import Labels
 from toolkit.errors import DataError, PlanError, Problem, raise_all
@@ -112,8 +112,8 @@ def prepare(
         formats = tuple(dict.fromkeys((*(source.kind.format for source in streamed), *documents.formats)))
         if "messages" not in formats:
             raise_all(DataError, unused_chat_template(data, formats[0]))
-        if processor is not None and formats != ("messages",):
-            raise_all(DataError, [_text_alone(formats)])
+        if processor is not None:
+            raise_all(DataError, formats_without_images(formats))
         parts = {}
         if documents.train is not None:
             parts["data.train" if data.sources is None else "data.sources"] = documents.train
@@ -229,6 +229,10 @@ def _labelled(
             problems += _long_problems(lengths, empty, parts[part], dataset.sequence_length)
         problems += _vocabulary_problems(dataset.max_token, tokenizer, vocab_size, part=part)
         problems += _size_problems(dataset, data, part=part, needed=1 if at else train_batch_size)
+        if dataset.per_token and len(dataset) and not dataset.report.target_tokens:
+            message = f"{part}: no tag counts in the loss: each of its words has the tag -100, or no token"
+            fix = "Correct the tags, or raise train.sequence_length"
+            problems.append(Problem(code="DATA_NO_TARGETS", key=part, message=message, fix=fix))
     raise_all(DataError, problems)
     assert documents.train is not None, "a stream has no labels that are checked"
     train, *others = rows.values()
@@ -367,17 +371,6 @@ def _cut_images(
             fix = "Raise train.sequence_length, give the processor fewer pixels, or set data.long_rows to drop"
             return [Problem(code="DATA_IMAGE", key=key, message=message, fix=fix)]
     return []
-
-
-def _text_alone(formats: tuple[Format, ...]) -> Problem:
-    listed = ", ".join(format_ for format_ in formats if format_ != "messages")
-    return Problem(
-        code="DATA_IMAGES",
-        key="data.format",
-        message=f"format={listed} with task=image-text-to-text: images are parts of messages",
-        fix='Write each document as messages, such as {"messages": [{"role": "user", "content": [{"type": "image", "path": '
-        '"cat.png"}, {"type": "text", "text": "What is it?"}]}, ...]}',
-    )
 
 
 def _size_problems(dataset: PackedDataset | LabelledDataset, data: Data, *, part: str, needed: int) -> list[Problem]:

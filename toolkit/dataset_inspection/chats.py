@@ -23,7 +23,7 @@ from toolkit.dataset_inspection.chat_template import (
     is_template_fault,
     refused_problem,
 )
-from toolkit.dataset_inspection.image_messages import text_fault
+from toolkit.dataset_inspection.image_messages import column_images, split_images, text_fault
 from toolkit.dataset_inspection.layouts import Layout
 from toolkit.errors import Problem, first_line
 from toolkit.units import format_bytes
@@ -62,7 +62,7 @@ def conversation_problems(
         name: Name of the source.
         system_prompt: Value of `data.system_prompt`.
     Returns:
-        DATA_TYPE, DATA_CHAT_DROPPED or DATA_CHAT_TEMPLATE, each for the first record that has it.
+        DATA_TYPE, DATA_IMAGE, DATA_CHAT_DROPPED or DATA_CHAT_TEMPLATE, each for the first record that has it.
     """
     found: dict[str, Problem] = {}
     shapes: set[str] = set()
@@ -74,6 +74,13 @@ def conversation_problems(
             fix = "Correct it, or remove the key or the record"
             found.setdefault("fault", Problem(code="DATA_TYPE", key=key, message=f"{where}: {fault}", fix=fix))
             continue
+        if template is not None and template.lists:
+            try:
+                split_images(record["messages"], column_images(record))
+            except ValueError as error:
+                fix = "Correct the places of its images, or remove the record"
+                found.setdefault("places", Problem(code="DATA_IMAGE", key=key, message=f"{where}: {error}", fix=fix))
+                continue
         record = {**record, "messages": with_system_prompt(record["messages"], system_prompt)}
         # What a template renders depends on the roles and keys: here one record of each kind is checked for the others,
         # and every record when it is tokenised.

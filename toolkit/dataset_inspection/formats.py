@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 from toolkit.config.job import Data, EvalSource, LossOn
@@ -112,6 +112,19 @@ def image_data_problems(data: Data) -> list[Problem]:
             Problem(code="DATA_IMAGES", key="data.preprocess", message=message, fix="Remove data.preprocess")
         )
     return problems
+
+
+def formats_without_images(formats: Iterable[Format]) -> list[Problem]:
+    """Return the problem DATA_IMAGES of documents of a model that reads images, if some are no messages."""
+    listed = ", ".join(dict.fromkeys(format_ for format_ in formats if format_ != "messages"))
+    if not listed:
+        return []
+    message = f"format={listed} with task=image-text-to-text: images are parts of messages"
+    fix = (
+        'Write each document as messages, such as {"messages": [{"role": "user", "content": [{"type": "image", "path": '
+        '"cat.png"}, {"type": "text", "text": "What is it?"}]}, ...]}'
+    )
+    return [Problem(code="DATA_IMAGES", key="data.format", message=message, fix=fix)]
 
 
 def loss_on_problem(loss_on: LossOn, format_: Format, *, key: str = "data.loss_on") -> Problem | None:

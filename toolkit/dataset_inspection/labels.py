@@ -17,6 +17,8 @@ _FORMATS: Mapping[Task, Format] = {"sequence-classification": "text_label", "tok
 NOT_LEARNED = -100
 # Most class names that a message lists.
 _LISTED = 12
+# Largest number of fp32, in which the loss of a regression is computed.
+_FP32_MAX = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +104,10 @@ def _of_text(label: Any, labels: Labels) -> list[float]:
     if labels.problem_type == "single_label_classification":
         return [_class(label, labels, "label")]
     if labels.problem_type == "regression":
-        numbers = label if isinstance(label, list) else [label]
-        if any(not isinstance(one, int | float) or isinstance(one, bool) or one != one for one in numbers):
-            raise ValueError(f"label={shown(label)} is no number, and problem_type=regression")
+        numbers = [_number(one) for one in (label if isinstance(label, list) else [label])]
         if len(numbers) != size:
             raise ValueError(f"label has {len(numbers)} numbers, and num_labels={size}")
-        return [float(one) for one in numbers]
+        return numbers
     if not isinstance(label, list):
         raise ValueError(f"label is {kind_of(label)}, not a list, and problem_type=multi_label_classification")
     if label and all(isinstance(one, str) for one in label):
@@ -120,13 +120,24 @@ def _of_text(label: Any, labels: Labels) -> list[float]:
     return [float(one) for one in label] or [0.0] * size
 
 
+def _number(value: Any) -> float:
+    """Return a number to learn, which a .csv file has as text."""
+    try:
+        number = float(value) if isinstance(value, str) else value
+        if isinstance(number, int | float) and not isinstance(number, bool) and abs(number) <= _FP32_MAX:
+            return float(number)
+    except ValueError:
+        pass
+    raise ValueError(f"label={shown(value)} is no number that fp32 holds, and problem_type=regression")
+
+
 def _class(value: Any, labels: Labels, name: str) -> float:
     """Return the number of a class that is given by its name or its number."""
     size = len(labels.names)
     if isinstance(value, str):
         if value in labels.names:
             return float(labels.names.index(value))
-        if not value.isdigit():
+        if not value.isdecimal():
             raise ValueError(f"{name}={shown(value)} is not the name of a class: {_listed(labels.names)}")
         value = int(value)
     if isinstance(value, float) and value.is_integer():
@@ -148,13 +159,23 @@ def label_fix(labels: Labels, values: Iterable[Any]) -> str:
     found = [one for value in values for one in (value if isinstance(value, list) else [value])]
     if labels.problem_type == "regression":
         return "Give each record as many numbers as model.num_labels, or set model.problem_type"
-    words = sorted({one for one in found if isinstance(one, str) and not one.isdigit()})
+    words = sorted({one for one in found if isinstance(one, str) and one.strip() and not one.isdecimal()})
     if words:
         return f"Set model.labels to the names of all classes, such as [{', '.join(words[:_LISTED])}]"
-    numbers = [int(one) for one in found if isinstance(one, int | float) and not isinstance(one, bool) and one == one]
+    if labels.problem_type == "multi_label_classification":
+        return f"Give each record a list of names of classes, or of a 0 or 1 for each of the {len(labels.names)}"
+    numbers = [int(one) for one in found if _is_integer(one)]
     if numbers and max(numbers) >= len(labels.names):
-        return f"Set model.num_labels to at least {max(numbers) + 1}, or correct the records"
+        least = max(numbers) + 1
+        named = f"Name at least {least} classes in model.labels"
+        return f"{named if labels.are_named else f'Set model.num_labels to at least {least}'}, or correct the records"
     return "Correct or remove the records; model.labels names the classes"
+
+
+def _is_integer(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.isdecimal()
+    return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
 def label_problems(

@@ -132,7 +132,7 @@ def export(
     probe = source / PROBE if PROBE in read_manifest(source) else None  # a file that it does not name was never checked
     if check_logits and probe is None:
         raise CheckpointError(_no_probe(source))
-    reason = _why_not_compared(plan, probe, dtype=dtype, asked=check_logits, merge_adapter=merge_adapter)
+    reasons: list[str] = []
     differences: list[float] = []
 
     def finish(folder: Path, report: ExportReport) -> None:
@@ -143,7 +143,9 @@ def export(
                 found or [damaged(source, tag_of(state.step), "has tensors that were read otherwise than saved")],
             )
         write_card(folder, report, plan, state, source.absolute().parent)
+        reason = _why_not_compared(plan, probe, report, dtype=dtype, asked=check_logits, merge_adapter=merge_adapter)
         if reason is not None:
+            reasons.append(reason)
             return
         assert probe is not None, "or there is a reason not to compare"
         model = _reload(plan, folder, report, model_dir=source / MODEL, trust_remote_code=trust_remote_code)
@@ -167,7 +169,12 @@ def export(
         inspect=finish,
     )
     difference = differences[0] if differences else None
-    return Export(folder=report.output_dir, report=report, logits_difference=difference, not_compared=reason)
+    return Export(
+        folder=report.output_dir,
+        report=report,
+        logits_difference=difference,
+        not_compared=reasons[0] if reasons else None,
+    )
 
 
 def _export_other(
@@ -234,10 +241,12 @@ def _no_probe(folder: Path) -> Problem:
 
 
 def _why_not_compared(
-    plan: Plan, probe: Path | None, *, dtype: str | None, asked: bool | None, merge_adapter: bool
+    plan: Plan, probe: Path | None, report: ExportReport, *, dtype: str | None, asked: bool | None, merge_adapter: bool
 ) -> str | None:
     """Return why an export's logits are not compared with the live model's; None if they are."""
     own, known = plan.settings.dtype, plan.model.num_parameters
+    if known is None and report.kind != "adapter":  # a new head on a model that no arithmetic counts
+        known = report.num_bytes // DTYPES[own].itemsize
     if asked is False:
         return "not asked for"
     if probe is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.catalog.tasks import task_of
 from toolkit.errors import PlanError, SpecError
 from toolkit.planner.lines import describe_layout, enough_usd, format_hours, format_usd
 from toolkit.planner.options import Found, Option, pareto_front, raise_if_invalid, recommend, within_limits
@@ -150,6 +151,7 @@ class Answer:
         if (
             any(row.option.cluster.gpu.supports("fp8") for row in self.rows)
             and question.said("train.precision") is None
+            and task_of(question.job.model, question.model.config) != "image-text-to-text"  # which refuses it
         ):
             notes.append(
                 "not chosen because it changes the arithmetic: train.precision=fp8 (--set), faster on cards with fp8"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from toolkit.catalog.models import ModelSpec
 from toolkit.catalog.pretrained import weight_problems
-from toolkit.catalog.tasks import NOUNS, task_of
+from toolkit.catalog.tasks import task_of
 from toolkit.config.job import Job, Task
 from toolkit.errors import Problem, SpecError
 from toolkit.planning.rules.tasks import TRAINED_TASKS
@@ -40,7 +40,7 @@ def task_problems(task: Task) -> Iterator[Problem]:
         yield Problem(
             code="TASK_UNSUPPORTED",
             key="model.task",
-            message=f"task={task}: `toolkit train` makes no batches for a {NOUNS[task]}; it is estimated, and trained by batches of your own",
+            message=f"task={task}: `toolkit train` makes no batches for this task, which is estimated, and trained by batches of your own",
             fix="Give `run.step` batches with input_ids and labels in a loop of yours (docs/loop.md), or name a model of "
             f"{join(TRAINED_TASKS)}",
         )

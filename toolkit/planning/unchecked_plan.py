@@ -11,7 +11,18 @@ from toolkit.catalog.image_inputs import ImageInputs, image_inputs, processor_se
 from toolkit.catalog.models import ModelSpec
 from toolkit.catalog.parameters import WHOLE, BackwardShares, count_lora_parameters, count_of_task
 from toolkit.catalog.tasks import label_names, num_labels_of, problem_type_of
-from toolkit.config.job import CLASSIFYING, TORCH_ADAMW, Data, Dtype, Job, Model, OffloadEngine, Packing, Task
+from toolkit.config.fields import MAX_LABELS
+from toolkit.config.job import (
+    CLASSIFYING,
+    TORCH_ADAMW,
+    Data,
+    Dtype,
+    Job,
+    Model,
+    OffloadEngine,
+    Packing,
+    Task,
+)
 from toolkit.dataset_inspection.labels import Labels, data_of_task
 from toolkit.deepspeed_spec.wrapper import Wrapper, optimizer_wrapper
 from toolkit.planning.offload import OffloadProfile, profile_of
@@ -19,10 +30,10 @@ from toolkit.planning.settings import Settings
 
 
 def labels_of(model: Model, config: Mapping[str, Any], task: Task) -> Labels | None:
-    """Return the labels of a classifier, from its job and its config.json; None for other tasks."""
-    if task not in CLASSIFYING:
-        return None
+    """Return the labels of a classifier, from its job and its config.json; None for other tasks, and for too many to name."""
     number, _ = num_labels_of(model, config)
+    if task not in CLASSIFYING or number > MAX_LABELS:
+        return None
     names = label_names(model, config, number)
     return Labels(
         names=names,

@@ -10,7 +10,7 @@ import pytest
 from plan_jobs import gpu_of, job_of, model_of
 
 from toolkit.catalog.models import ModelSpec
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, SpecError
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve_with
 from toolkit.planning.trainable import task_problems
@@ -85,6 +85,14 @@ def test_what_a_task_has_no_use_for_is_refused(
     model: dict[str, Any], sections: dict[str, Any], wanted: list[tuple[str, str]]
 ) -> None:
     assert [found for found in codes_of(model, **sections) if found[0].startswith("TASK_")] == wanted
+
+
+def test_more_classes_than_can_be_named_are_refused() -> None:
+    spec = replace(model_of(LLAMA), config_json=json.dumps({**model_of(LLAMA).config, "num_labels": 10**10}))
+    with pytest.raises(PlanError, match=r"num_labels=1e\+10 in the config\.json"):
+        plan_of(TEXTS, spec=spec)
+    with pytest.raises(SpecError, match="less than or equal to 1000000"):
+        plan_of({**TEXTS, "num_labels": 10**7})
 
 
 def test_metrics_of_a_classifier_may_decide() -> None:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from toolkit.catalog.architectures import Architecture, architecture_of
 from toolkit.catalog.tasks import class_problems
+from toolkit.config.fields import MAX_LABELS
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 from toolkit.topology.grid import join
-
-MAX_LABELS = 1_000_000
 
 
 def class_of_task(draft: UncheckedPlan) -> Iterator[Problem]:
