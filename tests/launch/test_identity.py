@@ -177,6 +177,20 @@ def test_a_rank_takes_the_only_card_that_a_scheduler_shows_it():
     assert torchrun.card_index(1) is None, "it starts all ranks with the same variables"
 
 
+def test_a_card_s_number_in_local_rank_is_no_place_on_a_node():
+    """A rank that sees its card alone is told LOCAL_RANK=0, and is still which of its node's ranks the scheduler says."""
+    for started in (STEP, {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1"}):
+        found = rank_from_environment(started)
+        assert found.local_rank == 1
+        again = rank_from_environment({**started, **found.as_environment(), "LOCAL_RANK": "0"})
+        assert again == found
+        assert again.card_index(1) == 0
+        other = rank_from_environment(
+            {**started, **found.as_environment(), "LOCAL_RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+        )
+        assert other.local_rank == 0, "ranks that a script of the user's has started"
+
+
 def test_what_a_batch_script_exports_for_all_tasks_is_noticed():
     assert rank_from_environment({**STEP, "WORLD_SIZE": "8"}).rank == 5
     with pytest.raises(RunError, match="RANK=0 contradicts SLURM_PROCID=5 of 8 processes"):

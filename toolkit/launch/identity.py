@@ -223,10 +223,9 @@ def rank_from_environment(env: Mapping[str, str], *, master_port: int | None = N
         _refuse_pmix_alone(env)
         return None
     # What is set wins; the scheduler fills in the rest.
-    sources = [
-        ours if names is None or ours in env else theirs for ours, theirs in zip(_NAMES, names or (), strict=False)
-    ]
-    sources = sources or list(_NAMES)
+    sources = [ours if ours in env else theirs for ours, theirs in zip(_NAMES, names or _NAMES, strict=False)]
+    if names is not None and _is_number_of_card(env, names):
+        sources[1] = names.local_rank
     numbers = {name: whole_number(env.get(name)) for name in sources}
     raise_all(RunError, _unreadable(env, numbers))
     rank, local_rank, world_size = (numbers[name] or 0 for name in sources)
@@ -289,6 +288,17 @@ def _unreadable(env: Mapping[str, str], numbers: Mapping[str, int | None]) -> li
         for name, number in numbers.items()
         if number is None
     ]
+
+
+def _is_number_of_card(env: Mapping[str, str], names: _Names) -> bool:
+    """Return whether LOCAL_RANK is the number of the only card that a scheduler shows a rank.
+
+    Such ranks are told 0 for what takes it for a card's number (`toolkit.distributed.device.tell_card`), whichever of their node they are.
+    """
+    same = all(
+        env.get(ours) == env.get(theirs) for ours, theirs in (("RANK", names.rank), ("WORLD_SIZE", names.world_size))
+    )
+    return env.get("LOCAL_RANK") == "0" and same and whole_number(env.get(names.local_rank)) is not None
 
 
 def _contradictions(env: Mapping[str, str], names: _Names | None) -> list[Problem]:
