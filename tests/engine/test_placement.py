@@ -41,6 +41,9 @@ def test_one_line_says_where_the_ranks_are() -> None:
     assert describe(one, asked=False, num_nodes=1) == ""
     assert "one NUMA node" in describe(one, asked=True, num_nodes=1)
     assert describe([place(None)], asked=False, num_nodes=0) == ""
+    unnamed = [place(None, "the system names no NUMA nodes")]
+    assert "rank 0 not bound, since the system names no NUMA nodes" in describe(unnamed, asked=True, num_nodes=0)
+    assert describe(unnamed, asked=False, num_nodes=0) == ""
 
 
 def test_a_card_s_node_is_taken_where_the_process_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +55,4 @@ def test_a_card_s_node_is_taken_where_the_process_may(monkeypatch: pytest.Monkey
     assert "does not say" in _near(NODES, "z", {})[1] == _near(NODES, None, {})[1]
     assert "has chosen: because" in _near(NODES, "x", {"WHY": "because"})[1]
     assert _near({0: NODES[0]}, "x", {})[0] is None
+    assert _near({}, "x", {}) == (None, "the system names no NUMA nodes")

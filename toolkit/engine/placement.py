@@ -65,9 +65,9 @@ def place_rank(plan: Plan, world: World) -> Placement:
     if not asked and not uses_host_memory(plan):
         return Placement(num_sharing=min(world.size, plan.job.cluster.gpus_per_node))
     world.agree(_memory_error(plan) if world.local_rank == 0 else None)
-    wanted = asked is not False
-    nodes = node_processors() if wanted and world.device.type == "cuda" else {}
-    node, reason = (None, "") if not nodes else _near(nodes, card_address(world.device), os.environ)
+    looks = asked is not False and world.device.type == "cuda"
+    nodes = node_processors() if looks else {}
+    node, reason = _near(nodes, card_address(world.device), os.environ) if looks else (None, "")
     binding = None if node is None else bind(node, nodes[node] & frozenset(os.sched_getaffinity(0)))
     own = _Place(host=socket.gethostname(), processors=frozenset(os.sched_getaffinity(0)), node=node, reason=reason)
     places: list[_Place] = [own]
@@ -113,6 +113,8 @@ def _near(
     nodes: Mapping[int, frozenset[int]], address: str | None, environment: Mapping[str, str]
 ) -> tuple[int | None, str]:
     """Return the node to bind to; None and the reason where there is none."""
+    if not nodes:
+        return None, "the system names no NUMA nodes"
     if len(nodes) == 1:
         return None, "this machine has one NUMA node"
     if (why := restriction(environment)) is not None:
@@ -131,7 +133,7 @@ def describe(places: Sequence[_Place], *, asked: bool, num_nodes: int) -> str:
     Args:
         places: What each rank has told.
         asked: Whether the job asks for the binding.
-        num_nodes: NUMA nodes of this machine; 0 if nothing was looked for.
+        num_nodes: NUMA nodes of this machine; 0 if the system names none, or nothing was looked for.
     """
     by_node: dict[int | str, list[int]] = {}
     for rank, place in enumerate(places):
