@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from toolkit.cli.output import warn
 from toolkit.errors import PlanError, Problem
 from toolkit.launch.environment import python_module
 from toolkit.planning.plan import Plan
@@ -35,9 +36,17 @@ def ask_about(plan: Plan, module: str) -> tuple[dict[str, Any] | None, str]:
 def check_patterns(plan: Plan) -> None:
     """Compare `train.freeze` and `train.learning_rates` with the names of the model's weights, if a job has them; a few seconds.
 
+    Where the model cannot be built here, such as without torch, a warning says that they were not compared.
+
     Raises:
         PlanError: WEIGHTS_PATTERN, for each pattern that finds no weight, and for patterns that freeze all.
     """
     train = plan.job.train
     if train.freeze or train.learning_rates:
-        ask_about(plan, "toolkit.engine.weight_patterns")
+        found, last = ask_about(plan, "toolkit.engine.weight_patterns")
+        if found is None:
+            warn(
+                [
+                    f"train.freeze and train.learning_rates were not compared with the model's weights, which a run does: {last}"
+                ]
+            )
