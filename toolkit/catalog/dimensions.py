@@ -173,7 +173,7 @@ _OWN_NAMES: Mapping[str, frozenset[str]] = {
 # Only state-space and recurrent layers: the heads of some of these are those of the state.
 _WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 # Encoders that number positions from behind the padding token's (create_position_ids_from_input_ids of their modeling files).
-_NUMBERED_FROM_PADDING = frozenset(
+NUMBERED_FROM_PADDING = frozenset(
     {
         *("camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm"),
         *("xlm-roberta", "xlm-roberta-xl", "xmod"),
@@ -359,7 +359,7 @@ def _canonical(config: Mapping[str, Any], ignored: frozenset[str]) -> dict[str, 
 
 def _longest_sequence(fields: Fields) -> int:
     positions = fields.size("max_position_embeddings")
-    if fields.text_type not in _NUMBERED_FROM_PADDING:
+    if fields.text_type not in NUMBERED_FROM_PADDING:
         return positions
     padding = fields.values.get("pad_token_id")
     return max(1, positions - 1 - (padding if isinstance(padding, int) else 1))

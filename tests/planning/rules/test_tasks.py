@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from plan_jobs import gpu_of, job_of, model_of
 
-from toolkit.catalog.models import ModelSpec
+from toolkit.catalog.models import ModelSpec, resolve_model
+from toolkit.config.job import Model
 from toolkit.errors import PlanError, SpecError
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve_with
@@ -55,6 +57,27 @@ def test_labels_are_the_jobs_or_those_of_the_model(
     assert said["model.num_labels"].value == number or "labels" in model
     assert said["model.problem_type"].source == ("job" if "problem_type" in model else "derived")
     assert "its head for the labels is new" in said["model.init"].reason
+
+
+def test_a_row_ends_with_the_positions_that_are_left_for_tokens(tmp_path: Path) -> None:
+    """RoBERTa counts positions from behind the padding token's, of which its table has two more."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
+    }
+    config = {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "max_position_embeddings": 514, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "pad_token_id": 1}))
+    spec = resolve_model(Model(name=str(tmp_path), init="random", **TEXTS))
+    assert plan_of(TEXTS, spec=spec).settings.sequence_length == 512
+    with pytest.raises(
+        PlanError, match="sequence_length=514 exceeds the 512 tokens of max_position_embeddings=514"
+    ) as caught:
+        plan_of(TEXTS, spec=spec, train={"sequence_length": 514})
+    assert caught.value.codes == ("SEQUENCE_LENGTH",)
+    assert "rope_scaling" not in str(caught.value)
 
 
 def test_tags_have_no_problem_type_and_a_language_model_no_labels() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.catalog.dimensions import NUMBERED_FROM_PADDING
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
@@ -14,8 +15,8 @@ FLASH_COMPUTE_CAPABILITY = (8, 0)
 _ABSOLUTE_POSITIONS = frozenset(
     {
         *("gpt2", "opt", "gpt_bigcode", "bloom", "gptj", "codegen", "gpt_neo", "biogpt", "xglm"),
-        *("albert", "bart", "bert", "camembert", "distilbert", "electra", "mbart", "mpnet", "pegasus"),
-        *("roberta", "xlm-roberta"),
+        *("albert", "bart", "bert", "distilbert", "electra", "mbart", "pegasus"),
+        *NUMBERED_FROM_PADDING,
     }
 )
 
@@ -68,13 +69,16 @@ def sequence_within_positions(draft: UncheckedPlan) -> Iterator[Problem]:
     if limit is None or length <= limit:
         return
     absolute = draft.model.model_type in _ABSOLUTE_POSITIONS
+    named = f"max_position_embeddings={limit}"
+    if draft.model.model_type in NUMBERED_FROM_PADDING:
+        named = f"the {limit} tokens of max_position_embeddings={draft.model.config.get('max_position_embeddings')}"
     scaling = draft.job.model.rope_scaling
     factor = length / limit * (1 if scaling is None else scaling.factor)
     yield Problem(
         code="SEQUENCE_LENGTH",
         key="train.sequence_length",
         message=(
-            f"sequence_length={length} exceeds max_position_embeddings={limit}: "
+            f"sequence_length={length} exceeds {named}: "
             + ("its position table ends there" if absolute else "it was never trained on positions past it")
         ),
         fix=f"Set train.sequence_length to at most {limit}"
