@@ -46,6 +46,8 @@ def test_labels_are_names_or_numbers(labels: Labels, record: dict[str, Any], wan
         (ONE, {"label": 3}, "label=3 is outside 0 to 2, and num_labels=3"),
         (ONE, {"label": -1}, "outside 0 to 2"),
         (ONE, {"label": "maybe"}, "'maybe' is not the name of a class: no, yes, both"),
+        (ONE, {"label": "²"}, "'²' is not the name of a class: no, yes, both"),
+        (ONE, {"label": "9" * 5000}, "is not the name of a class: no, yes, both"),
         (ONE, {"label": 0.5}, "label is a number, not the name"),
         (ONE, {"label": [1]}, "label is a list"),
         (SEVERAL, {"label": 1}, "label is a number, not a list, and problem_type=multi_label_classification"),
@@ -141,5 +143,10 @@ def test_a_format_of_another_task_is_refused() -> None:
     (problem,) = format_problems(Data(train="a.jsonl", format="text"), "sequence-classification")
     assert (problem.code, problem.key) == ("TASK_UNUSED", "data.format")
     (problem,) = format_problems(Data(train="a.jsonl", format="tokens_tags"), "causal-lm")
-    assert "only labels" in problem.message
+    assert "its records have labels to learn" in problem.message
+    assert problem.fix.startswith("Set data.format to one of auto, text, prompt_completion, messages, tokens, or")
+    (problem,) = format_problems(Data(train="a.jsonl", format="text_label"), "token-classification")
+    assert "its records have labels of another kind" in problem.message
+    (problem,) = format_problems(Data(train="a.jsonl", format="text_label"), "image-text-to-text")
+    assert problem.fix.startswith("Set data.format to one of auto, messages, or")
     assert not [*format_problems(Data(train="a.jsonl", format="text_label"), "sequence-classification")]

@@ -9,8 +9,9 @@ from typing import Any
 
 from toolkit.arguments import shown
 from toolkit.config.job import Data, EvalSource, ProblemType, Task
-from toolkit.dataset_inspection.formats import LABEL_FORMATS, Format, kind_of
+from toolkit.dataset_inspection.formats import FORMAT_COLUMNS, LABEL_FORMATS, Format, kind_of
 from toolkit.errors import Problem
+from toolkit.units import whole_number
 
 _FORMATS: Mapping[Task, Format] = {"sequence-classification": "text_label", "token-classification": "tokens_tags"}
 # Label of a word that does not count in the loss, as everywhere in transformers.
@@ -76,12 +77,14 @@ def format_problems(data: Data, task: Task) -> Iterable[Problem]:
     for key, format_ in named.items():
         if format_ in ("auto", wanted) or (wanted is None and format_ not in LABEL_FORMATS):
             continue
-        allowed = wanted or ", ".join(one for one in ("text", "prompt_completion", "messages", "tokens"))
+        others = [one for one in FORMAT_COLUMNS if one not in LABEL_FORMATS]
+        allowed = [wanted] if wanted else ["messages"] if task == "image-text-to-text" else others
+        learned = "labels" if wanted is None else "no labels" if format_ in others else "labels of another kind"
         yield Problem(
             code="TASK_UNUSED",
             key=key,
-            message=f"format={format_} with task={task}: its records have {'no' if wanted else 'only'} labels to learn",
-            fix=f"Set {key} to {'auto or ' if wanted else 'auto, '}{allowed}, or set model.task",
+            message=f"format={format_} with task={task}: its records have {learned} to learn",
+            fix=f"Set {key} to one of {', '.join(['auto', *allowed])}, or set model.task",
         )
 
 
@@ -137,9 +140,10 @@ def _class(value: Any, labels: Labels, name: str) -> float:
     if isinstance(value, str):
         if value in labels.names:
             return float(labels.names.index(value))
-        if not value.isdecimal():
+        number = whole_number(value)
+        if number is None:
             raise ValueError(f"{name}={shown(value)} is not the name of a class: {_listed(labels.names)}")
-        value = int(value)
+        value = number
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int):
@@ -159,7 +163,7 @@ def label_fix(labels: Labels, values: Iterable[Any]) -> str:
     found = [one for value in values for one in (value if isinstance(value, list) else [value])]
     if labels.problem_type == "regression":
         return "Give each record as many numbers as model.num_labels, or set model.problem_type"
-    words = sorted({one for one in found if isinstance(one, str) and one.strip() and not one.isdecimal()})
+    words = sorted({one for one in found if isinstance(one, str) and one.strip() and whole_number(one) is None})
     if words:
         return f"Set model.labels to the names of all classes, such as [{', '.join(words[:_LISTED])}]"
     if labels.problem_type == "multi_label_classification":
@@ -174,7 +178,7 @@ def label_fix(labels: Labels, values: Iterable[Any]) -> str:
 
 def _is_integer(value: Any) -> bool:
     if isinstance(value, str):
-        return value.isdecimal()
+        return whole_number(value) is not None
     return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
