@@ -218,6 +218,7 @@ def _key(plan: Plan) -> str:
         "packing": None if data is None else plan.packing,
         "evaluates": plan.settings.eval_steps is not None,
         "model": plan.model.to_dict(),
+        "images": repr(plan.image_inputs),  # by the processor's file in the model's folder
         "gpu": plan.gpu.model_dump(mode="json"),
         "versions": versions(),
         "builds_kernels": builds_kernels(),

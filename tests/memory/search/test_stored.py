@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from toolkit.artifacts.record_cache import RecordCache
+from toolkit.catalog.models import read_catalogue_model
 from toolkit.cli.app import main
 from toolkit.config.job import Job
 from toolkit.memory.report.calibration import Calibration
@@ -91,6 +93,24 @@ def test_a_key_holds_all_that_a_result_depends_on(
         for plan, each in zip(plans, (case, changed), strict=True)
     ]
     assert (reports[0] == reports[1]) == same_report
+
+
+def test_a_key_holds_what_the_processor_of_a_folder_makes_of_an_image(tmp_path: Path) -> None:
+    vision = {"depth": 2, "hidden_size": 32, "num_heads": 2}
+    config = dict(read_catalogue_model("quickstart-llama").config) | {"model_type": "qwen2_5_vl", "image_token_id": 5}
+    config |= {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": vision}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = {"model": {"name": str(tmp_path), "init": "random"}, "cluster": {"gpu": "h100-sxm-80gb"}}
+    kept, keys = StoredEstimates(RecordCache(tmp_path / "cache")), set()
+    for pixels in (28 * 28, 28 * 28 * 9):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 28 * 28, "max_pixels": pixels}))
+        case = Scenario.of(Job.model_validate({**job, "train": {"sequence_length": 128}}))
+        plan = case.plan()
+        keys |= {
+            kept.trace_key(plan, MARKED),
+            kept.report_key(plan, case, calibration=None, other_allocator=None),
+        }
+    assert len(keys) == 4
 
 
 def test_a_report_depends_on_the_machine_and_the_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,7 @@ class StoredEstimates:
             repr(calibration),
             other_allocator,
             _software(plan),
+            repr(plan.image_inputs),
         )
 
     def trace_key(self, plan: Plan, changes: Mapping[str, Any]) -> str | None:
@@ -185,6 +186,7 @@ def trace_key(plan: Plan, changes: Mapping[str, Any]) -> str:
         plan.packing,
         [plan.gpu.vendor, plan.gpu.compute_capability, plan.gpu.num_multiprocessors],
         _software(plan),
+        repr(plan.image_inputs),  # by the processor's file in the model's folder
         {name: repr(value) for name, value in sorted(changes.items())},
     )
 
