@@ -53,7 +53,6 @@ def test_a_plan_counts_one_image_and_trains_all_weights(tmp_path):
     [
         ("parallel.tensor", {"parallel": {"tensor": 2}, "ranks": 2}),
         ("parallel.pipeline", {"parallel": {"pipeline": 2}, "ranks": 2}),
-        ("parallel.context", {"parallel": {"context": 2}, "ranks": 2}),
         ("parallel.strategy", {"parallel": {"strategy": "ddp"}}),
         ("parallel.offload", {"parallel": {"offload": "optimizer-cpu"}}),
         ("train.torch_compile", {"train": {"torch_compile": True}}),
@@ -73,6 +72,14 @@ def test_what_is_built_for_text_alone_is_refused(key, sections, tmp_path):
         planned(tmp_path, **sections)
     found = [problem for problem in caught.value.problems if problem.code == "IMAGES_UNSUPPORTED"]
     assert [problem.key for problem in found] == [key]
+
+
+def test_slices_of_rows_are_refused_once(tmp_path):
+    with pytest.raises(
+        PlanError, match="task=image-text-to-text with context above 1: slices of a row would part images"
+    ) as caught:
+        planned(tmp_path, parallel={"context": 2}, ranks=2)
+    assert caught.value.codes == ("CONTEXT_UNSUPPORTED",)
 
 
 @pytest.mark.parametrize("name", ["freeze_vision", "images_per_sample", "image_size"])

@@ -39,9 +39,13 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
         return
     train, parallel = draft.job.train, draft.job.parallel
     if draft.settings.task != "causal-lm":
-        yield _refused(
-            "model.task", draft.settings.task, "targets of other tasks are not those of tokens of a slice", "causal-lm"
+        is_text = draft.settings.task != "image-text-to-text"
+        why = (
+            "targets of other tasks are not those of tokens of a slice"
+            if is_text
+            else "slices of a row would part images"
         )
+        yield _refused("model.task", draft.settings.task, why, "causal-lm")
     if parallel.pipeline > 1:
         why = "stages would send slices, which has not been tested"
         yield _refused("parallel.pipeline", str(parallel.pipeline), why, "1")

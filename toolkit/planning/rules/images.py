@@ -72,7 +72,6 @@ def images_with(draft: UncheckedPlan) -> Iterator[Problem]:
     shared = "the modules for images are not split over ranks"
     values: dict[str, tuple[Any, bool, str]] = {
         "parallel.tensor": (parallel.tensor, parallel.tensor > 1, shared),
-        "parallel.context": (parallel.context, parallel.context > 1, "its slices of a row would part images"),
         "parallel.pipeline": (parallel.pipeline, parallel.pipeline > 1, shared),
         "parallel.strategy": (
             parallel.strategy,
