@@ -16,7 +16,7 @@ from toolkit.io import read_json_object
 
 # Width and height in pixels.
 Size = tuple[int, int]
-# Which dim of a tensor the images of a micro-batch are joined along.
+# Keyword arguments of models.
 _PIXELS, _MASK = "pixel_values", "pixel_attention_mask"
 
 

@@ -369,9 +369,8 @@ RULES: dict[str, Rule] = {
     ),
     "train.gradient_checkpointing": replace(_TOLD, value=_recomputation),
     "train.mlp_tiles": _TOLD,
-    **_each(
-        _FREE, "train", "saves_per_epoch evals_per_epoch images_per_sample image_size"
-    ),  # in save_steps and eval_steps
+    **_each(_FREE, "train", "saves_per_epoch evals_per_epoch"),  # in save_steps and eval_steps
+    **_each(_FREE, "train", "images_per_sample image_size"),  # of the estimate alone
     **_each(_TOLD, "parallel", "sequence_parallel pipeline_schedule"),
     **_each(
         _TOLD,

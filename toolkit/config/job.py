@@ -58,9 +58,11 @@ Task = Literal[
     "seq2seq-lm",
     "image-text-to-text",
 ]
-KernelPackage = Literal["mamba-ssm", "causal-conv1d", "flash-linear-attention"]
+# Tasks whose labels are the tokens themselves, each predicted from those before it.
+NEXT_TOKEN: tuple[Task, ...] = ("causal-lm", "image-text-to-text")
 # Tasks whose head gives a score to each class.
 CLASSIFYING: tuple[Task, ...] = ("sequence-classification", "token-classification")
+KernelPackage = Literal["mamba-ssm", "causal-conv1d", "flash-linear-attention"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]

@@ -14,16 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from toolkit.config.job import Loss, ProblemType, Task, Train
+from toolkit.config.job import NEXT_TOKEN, Loss, ProblemType, Task, Train
 from toolkit.config.user_code import imported
 from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 # Maps logits and labels to the summed loss.
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-# Tasks whose labels are the tokens themselves, each predicted from those before it.
-_NEXT_TOKEN: tuple[Task, ...] = ("causal-lm", "image-text-to-text")
 
 IGNORED = -100  # label that torch.nn.functional.cross_entropy ignores (its ignore_index)
 
@@ -231,7 +228,7 @@ class StepLoss:
         """Return the loss of a job's training section; `part` is this rank's slice of each sequence, if it has no more."""
         options = {"label_smoothing": train.label_smoothing_factor, "z_loss": train.z_loss}
         made: Callable[..., CrossEntropy] = partial(cross_entropy_over, tp_group, vocab_size=vocab_size, part=part)
-        if task not in _NEXT_TOKEN:
+        if task not in NEXT_TOKEN:
             kind = getattr(config, "problem_type", None) if task == "sequence-classification" else None
             made = partial(partial, summed_label_loss, problem_type=kind)
         objective: CrossEntropy | None = None
@@ -252,7 +249,7 @@ class StepLoss:
 
     def count(self, labels: torch.Tensor) -> torch.Tensor:
         """Return the number of labels in the loss, as an int64 scalar on their device."""
-        return count_targets(labels) if self.task in _NEXT_TOKEN else counts_in_loss(labels).sum()
+        return count_targets(labels) if self.task in NEXT_TOKEN else counts_in_loss(labels).sum()
 
     def summed(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
         """Return the cross entropy summed over the unmasked tokens, by which evaluations are compared."""

@@ -29,7 +29,7 @@ class Evaluator:
         question: What is asked.
         estimator: Makes exact estimates, and keeps their traces.
         found: Takes what fails, what is refused, and the number of estimates.
-        price: Gives the time of a step.
+        price: Returns the time of a step.
 
     Attributes:
         shape: The job in numbers.

@@ -96,7 +96,7 @@ class Search:
         estimator: Makes exact estimates, and keeps their traces.
         watch: Called with the progress.
         seconds: Processor time after which the search ends with what it has, as `Evaluator.spent_seconds` counts it; None for no limit.
-        price: Gives the time of a step.
+        price: Returns the time of a step.
     """
 
     def __init__(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.config.job import CLASSIFYING, Data, Task
+from toolkit.config.job import CLASSIFYING, NEXT_TOKEN, Data, Task
 from toolkit.dataset_inspection.labels import format_problems
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Tasks for which `toolkit train` makes the batches.
-TRAINED_TASKS: tuple[Task, ...] = ("causal-lm", *CLASSIFYING, "image-text-to-text")
-# Those that predict tokens from the ones before them, whose keys are those of language models.
-_NEXT_TOKEN = ("causal-lm", "image-text-to-text")
+TRAINED_TASKS: tuple[Task, ...] = (*NEXT_TOKEN, *CLASSIFYING)
 _WHOLE = ("tensor", "pipeline")
 
 
@@ -64,7 +62,7 @@ def _labels(name: str, message: str, fix: str) -> Problem:
 def whole_model(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse tensor ranks and stages of models whose heads these do not cut."""
     task, parallel = draft.settings.task, draft.job.parallel
-    if task in _NEXT_TOKEN:
+    if task in NEXT_TOKEN:
         return
     for name in _WHOLE:
         if (size := getattr(parallel, name)) > 1:
@@ -86,9 +84,9 @@ def whole_model(draft: UncheckedPlan) -> Iterator[Problem]:
 def keys_without_use(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse keys that act on the next token of a text, and data of another task."""
     task, train, settings = draft.settings.task, draft.job.train, draft.settings
-    if task in _NEXT_TOKEN and draft.job.data is not None:
+    if draft.job.data is not None:
         yield from format_problems(draft.job.data, task)
-    if task in _NEXT_TOKEN:
+    if task in NEXT_TOKEN:
         return
     if train.loss != "full":
         yield _unused(
@@ -96,8 +94,6 @@ def keys_without_use(draft: UncheckedPlan) -> Iterator[Problem]:
         )
     if train.samples is not None:
         yield _unused("train.samples", "…", task, "the model does not continue texts", "Remove it")
-    if draft.job.data is not None:
-        yield from format_problems(draft.job.data, task)
     if task not in CLASSIFYING:
         return
     if settings.problem_type in ("multi_label_classification", "regression"):
