@@ -210,7 +210,7 @@ def _options(words: list[str]) -> Iterator[tuple[str, str]]:
 
 def _long(word: str, rest: list[str]) -> tuple[str, str]:
     written, equals, value = word[2:].partition("=")
-    name, takes = _known(written), ""
+    name = _known(written)
     takes = OPTIONS[name]
     if takes == "no" and equals:
         message = f"--{written}={value} is a switch, which takes no value: sbatch refuses the script"
