@@ -124,7 +124,7 @@ LOST = {
     "llama-factory-full-zero3": {"template"},
     "llama-factory-pretrain-qlora": {"shift_attn"},
     "swift-lora": {"model_author"},
-    "swift-full": {"agent_template"},
+    "swift-full": {"agent_template", "freeze_vit"},
     "swift-qlora-pt": {"sequence_parallel_size"},
     "trl-sft": {"run_name"},
     "trl-lora": {"resume_from_checkpoint"},

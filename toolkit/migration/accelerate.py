@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from toolkit.migration.deepspeed import PROFILES
 from toolkit.migration.reading import Reading, as_list
-from toolkit.migration.table import Subject, Table, carried, not_carried, not_needed
+from toolkit.migration.table import SHARE_ROWS, SHARED_ROWS, Subject, Table, carried, not_carried, not_needed
 from toolkit.migration.values import positive
 
 _PRECISIONS = {"no": "fp32", "false": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
@@ -184,7 +184,10 @@ def axes(r: Reading) -> None:
         r.carry("parallel.fsdp2.dp_replicate_size", int(replicas), f"{section}.parallelism_config_dp_replicate_size")
     for key in ("cp_size", "sp_size"):
         path = f"{section}.parallelism_config_{key}"
-        (r.unneeded if r.number(path) in (None, 1) else r.refuse)("rows are shared in a way of its own here", path)
+        if r.number(path) in (None, 1):
+            r.unneeded("ranks read rows of their own", path)
+        else:
+            r.refuse(SHARED_ROWS, path, fix=SHARE_ROWS)
     r.unneeded("the number of ranks decides it", *(key for key in r.leaves if key.startswith(f"{section}.")))
     backend = next((r.value(key) for key in ("dynamo_config.dynamo_backend", "dynamo_backend") if r.given(key)), None)
     if backend is not None and str(backend).upper() == "INDUCTOR":

@@ -25,7 +25,7 @@ from toolkit.migration.axolotl_subjects import (
     tokens,
     trackers,
 )
-from toolkit.migration.table import Row, Subject, Table, carried, not_carried, not_needed
+from toolkit.migration.table import SHARE_ROWS, SHARED_ROWS, Row, Subject, Table, carried, not_carried, not_needed
 from toolkit.migration.trainer_run import (
     best,
     eval_batch,
@@ -87,9 +87,9 @@ _ROWS: tuple[Row, ...] = (
     *not_carried("train.freeze names what is not trained", "unfrozen_parameters", fix="Set train.freeze, regular expressions of the other weights"),
     *not_carried("adapters are in all layers", "peft_layers_to_transform peft_layers_pattern peft_layer_replication peft_trainable_token_indices lora_target_parameters", fix="Set train.lora.target_modules to a regular expression"),
     *not_carried("ReLoRA and LISA are no methods of a job", "relora relora_steps relora_warmup_steps relora_prune_ratio relora_cpu_offload lisa_n_layers lisa_step_interval lisa_layers_attribute"),
-    *not_carried("rows are shared in a way of its own here", "sequence_parallel_degree context_parallel_size", off=(None, 0, 1), fix="Set parallel.context, under ZeRO"),
+    *not_carried(SHARED_ROWS, "sequence_parallel_degree context_parallel_size", off=(None, 0, 1), fix=SHARE_ROWS),
     *not_carried("the number of tensor ranks is a number", "tensor_parallel", fix="Set parallel.tensor"),
-    *not_carried("rows are shared in a way of its own here", "heads_k_stride ring_attn_func"),
+    *not_carried(SHARED_ROWS, "heads_k_stride ring_attn_func"),
     *not_carried("PoSE is not offered", "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks"),
     *not_carried("the order of documents is drawn from train.seed", "curriculum_sampling"),
     *not_carried("documents are of any length", "min_sample_len"),
@@ -102,7 +102,7 @@ _ROWS: tuple[Row, ...] = (
     *not_carried("the batch is what the job says", "auto_find_batch_size", fix="`toolkit estimate JOB` finds the largest that fits"),
     *not_carried("a job has no end marks beside the template's", "eot_tokens fix_untrained_tokens added_tokens_overrides shrink_embeddings"),
     *not_carried("quantized models are not trained but in NF4", "gptq gptq_disable_exllama bnb_config_kwargs peft qat quantization model_quantization_config model_quantization_config_kwargs", fix="train.method: qlora"),
-    *not_carried("what is carried is of text: docs/images.md has the keys of images", "processor_type is_multimodal image_size image_resize_algorithm"),
+    *not_carried("only text is carried", "processor_type is_multimodal image_size image_resize_algorithm", fix="docs/images.md has the keys of images"),
     *not_carried("the job has its own launcher", "use_ray ray_run_name ray_num_workers resources_per_worker"),
     *not_carried("a job reports to tensorboard, wandb, mlflow, trackio and clearml", "use_comet comet_api_key comet_workspace comet_project_name comet_experiment_key comet_mode comet_online comet_experiment_config hf_mlflow_log_artifacts", fix="Set train.report_to"),
     *not_carried("the model is built from its own configuration", "overrides_of_model_kwargs model_kwargs model_config overrides_of_model_config", fix="model.rope_scaling stretches rotary embeddings"),

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.migration.datasets import DataSet, adapters, carry_data, packed
 from toolkit.migration.outcomes import shown
 from toolkit.migration.reading import Reading, as_list, as_number
-from toolkit.migration.table import Row, Subject, Table, carried, not_carried, not_needed
+from toolkit.migration.table import SHARE_ROWS, SHARED_ROWS, Row, Subject, Table, carried, not_carried, not_needed
 from toolkit.migration.trainer import DEFAULTS, ROWS, SUBJECTS
 from toolkit.migration.trainer_run import (
     evaluated_on_start,
@@ -317,13 +317,14 @@ _ROWS: tuple[Row, ...] = (
     *not_needed("answers are not generated in training", "max_new_tokens temperature top_k top_p repetition_penalty num_beams stream stop_words logprobs top_logprobs response_prefix padding_side"),
     *not_needed("qlora holds weights in NF4 with quantized scales", "bnb_4bit_use_double_quant bnb_4bit_compute_dtype bnb_4bit_quant_storage"),
     *not_needed("adapters are in the precision of the job, with fp32 copies", "lora_dtype"),
-    *not_needed("what is carried is of text: docs/images.md has the keys of images", "freeze_llm freeze_vit freeze_aligner vit_gradient_checkpointing vit_lr aligner_lr max_pixels norm_bbox"),
+    *not_carried("only text is carried", "freeze_llm freeze_vit freeze_aligner", fix="Set train.freeze_vision or train.freeze, if the model reads images"),
+    *not_needed("only text is carried", "vit_gradient_checkpointing vit_lr aligner_lr max_pixels norm_bbox"),
     *not_carried("qlora holds weights in NF4", "bnb_4bit_quant_type", off=(None, "nf4"), fix="train.method: qlora"),
     *not_carried("biases are not trained with adapters", "lora_bias", off=(None, "none"), fix="train.method: full trains them"),
     *not_carried("train.freeze has regular expressions of names", "freeze_parameters freeze_parameters_regex freeze_parameters_ratio trainable_parameters trainable_parameters_regex", fix="Set train.freeze"),
     *not_carried("adapters are of linear layers, not of single parameters", "target_parameters", fix="Set train.lora.target_modules"),
     *not_carried("a job renders by the tokenizer's template", "agent_template template_backend", off=(None, "swift")),
-    *not_carried("rows are shared in a way of its own here", "sequence_parallel_size", off=(None, 1), fix="Set parallel.context, under ZeRO"),
+    *not_carried(SHARED_ROWS, "sequence_parallel_size", off=(None, 1), fix=SHARE_ROWS),
     *not_carried("the factor depends on the model's longest sequence", "rope_scaling max_model_len", fix="Set model.rope_scaling: {type: yarn, factor: ...}"),
     *not_carried("a job has no such tuner", "lora_ga_batch_size lora_ga_iters lora_ga_max_length lora_ga_direction lora_ga_scale lora_ga_stable_gamma use_galore galore_target_modules galore_rank galore_update_proj_gap galore_scale galore_proj_type galore_optim_per_parameter galore_with_embedding galore_quantization galore_proj_quant galore_proj_bits galore_proj_group_size lisa_activated_layers lisa_step_interval llamapro_num_new_blocks llamapro_num_groups reft_layers reft_rank reft_intervention_type reft_args", fix="train.method may be full, lora or qlora"),
     *not_carried("all data sets are joined", "interleave_prob", fix="data.sources have weights"),

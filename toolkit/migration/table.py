@@ -16,6 +16,9 @@ _MOST_VALUES, _MOST_LEVELS = 20_000, 32
 # Values with which a key that is not carried changes nothing.
 OFF: tuple[Any, ...] = (None, False, "", 0, "no", "none", "None", "false", "False")
 
+# Why the sizes of tools that share rows among ranks are not carried, and the nearest way in a job.
+SHARED_ROWS, SHARE_ROWS = "rows are shared as DeepSpeed-Ulysses does, under ZeRO alone", "Set parallel.context"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
