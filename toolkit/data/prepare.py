@@ -27,7 +27,7 @@ from toolkit.data.streaming import BUFFER, StreamedRows, StreamedSource, open_so
 from toolkit.dataset_inspection.chat_template import unused_chat_template
 from toolkit.dataset_inspection.formats import Format, formats_without_images, image_data_problems
 from toolkit.dataset_inspection.inspect import DatasetFacts, check_data
-from toolkit.dataset_inspection.labels import Labels
+from toolkit.dataset_inspection.labels import Labels, data_of_task
 from toolkit.errors import DataError, PlanError, Problem, raise_all
 from toolkit.planning.plan import Plan
 from toolkit.planning.trainable import data_section_problems, task_problems
@@ -94,6 +94,7 @@ def prepare(
     processor = tokenizer if isinstance(tokenizer, Processor) else None
     if processor is not None:
         raise_all(DataError, image_data_problems(data))
+        data = data_of_task(data, "image-text-to-text")
     facts = check_data(data, base=base, labels=labels)
     set_chat_template(tokenizer, data, base=base)
     for source in facts.train + facts.eval:

@@ -91,9 +91,9 @@ def section_problems(data: Data) -> list[Problem]:
 def image_data_problems(data: Data) -> list[Problem]:
     """Return the problems DATA_IMAGES of a data section whose documents have images."""
     problems = []
-    if data.packing != "none":
+    if "packing" in data.model_fields_set and data.packing != "none":
         message = f"packing={data.packing} with task=image-text-to-text: documents with images are not joined"
-        fix = "Set data.packing to none"
+        fix = "Set data.packing to none, or leave it out"
         problems.append(Problem(code="DATA_IMAGES", key="data.packing", message=message, fix=fix))
     if data.long_rows == "split":
         message = (

@@ -48,7 +48,9 @@ class Labels:
 
 
 def data_of_task(data: Data, task: Task) -> Data:
-    """Return a data section whose sources have the format of a task, each text in a row of its own, where the task has labels."""
+    """Return a data section with each text in a row of its own where the task has labels or images, and the format of its labels."""
+    if task == "image-text-to-text":
+        return data.model_copy(update={"packing": "none"})
     format_ = _FORMATS.get(task)
     if format_ is None:
         return data

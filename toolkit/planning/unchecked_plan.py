@@ -14,7 +14,6 @@ from toolkit.catalog.tasks import label_names, num_labels_of, problem_type_of
 from toolkit.config.fields import MAX_LABELS
 from toolkit.config.job import (
     CLASSIFYING,
-    NEXT_TOKEN,
     TORCH_ADAMW,
     Data,
     Dtype,
@@ -75,8 +74,8 @@ class UncheckedPlan:
 
     @property
     def packing(self) -> Packing:
-        """How texts become rows: as the job says, but one a row where each has labels of its own."""
-        if self.settings.task not in NEXT_TOKEN:
+        """How texts become rows: as the job says, but one a row where each has labels or images of its own."""
+        if self.settings.task != "causal-lm":
             return "none"
         return "wrapped" if self.job.data is None else self.job.data.packing
 

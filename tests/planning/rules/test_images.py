@@ -106,8 +106,10 @@ def test_a_family_whose_images_are_not_known_is_refused(tmp_path):
 
 def test_data_stays_with_its_images(tmp_path):
     with pytest.raises(PlanError, match="packing=wrapped") as caught:
-        planned(tmp_path, data={"train": "org/set"})
+        planned(tmp_path, data={"train": "org/set", "packing": "wrapped"})
     assert caught.value.codes == ("DATA_IMAGES",)
+    plan = planned(tmp_path, data={"train": "org/set"})
+    assert (plan.packing, plan.data.packing) == ("none", "none")
 
 
 def test_a_folder_says_how_many_pixels_its_processor_leaves(tmp_path):
