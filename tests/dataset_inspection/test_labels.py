@@ -95,6 +95,9 @@ def test_the_fix_has_the_classes_that_were_found(tmp_path: Path) -> None:
     unnamed = Labels(names=("LABEL_0", "LABEL_1"), problem_type="single_label_classification")
     (found,) = looked_at(tmp_path, unnamed, {"text": "a", "label": "spam"}, {"text": "b", "label": "ham"})
     assert "Set model.labels to the names of all classes, such as [ham, spam]" in found[1]
+    named = Labels(names=("good", "bad"), problem_type="single_label_classification", are_named=True)
+    (found,) = looked_at(tmp_path, named, {"text": "a", "label": "bda"}, {"text": "b", "label": "good"})
+    assert "Correct the records, or add bda to the classes that model.labels names" in found[1]
     (found,) = looked_at(tmp_path, unnamed, {"text": "a", "label": 4}, {"text": "b", "label": 0})
     assert "Set model.num_labels to at least 5" in found[1]
     (found,) = looked_at(tmp_path, unnamed, {"text": "a", "label": "4"}, {"text": "b", "label": ""})

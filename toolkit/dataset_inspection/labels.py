@@ -166,6 +166,8 @@ def label_fix(labels: Labels, values: Iterable[Any]) -> str:
     if labels.problem_type == "regression":
         return "Give each record as many numbers as model.num_labels, or set model.problem_type"
     words = sorted({one for one in found if isinstance(one, str) and one.strip() and whole_number(one) is None})
+    if labels.are_named and (others := [word for word in words if word not in labels.names]):
+        return f"Correct the records, or add {', '.join(others[:_LISTED])} to the classes that model.labels names"
     if words:
         return f"Set model.labels to the names of all classes, such as [{', '.join(words[:_LISTED])}]"
     if labels.problem_type == "multi_label_classification":

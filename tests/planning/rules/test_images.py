@@ -76,7 +76,7 @@ def test_what_is_built_for_text_alone_is_refused(key, sections, tmp_path):
 
 def test_slices_of_rows_are_refused_once(tmp_path):
     with pytest.raises(
-        PlanError, match="task=image-text-to-text with context above 1: slices of a row would part images"
+        PlanError, match="context=2 with task=image-text-to-text: slices of a row would part images"
     ) as caught:
         planned(tmp_path, parallel={"context": 2}, ranks=2)
     assert caught.value.codes == ("CONTEXT_UNSUPPORTED",)

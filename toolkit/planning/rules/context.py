@@ -45,7 +45,12 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
             if is_text
             else "slices of a row would part images"
         )
-        yield _refused("model.task", draft.settings.task, why, "causal-lm")
+        yield Problem(
+            code="CONTEXT_UNSUPPORTED",
+            key=_KEY,
+            message=f"context={parallel.context} with task={draft.settings.task}: {why}",
+            fix=f"Set {_KEY} to 1",
+        )
     if parallel.pipeline > 1:
         why = "stages would send slices, which has not been tested"
         yield _refused("parallel.pipeline", str(parallel.pipeline), why, "1")
