@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.image_inputs import ImageInputs, image_inputs, processor_settings
@@ -40,6 +40,13 @@ def labels_of(model: Model, config: Mapping[str, Any], task: Task) -> Labels | N
         problem_type=problem_type_of(model, config, number)[0] if task == "sequence-classification" else None,
         are_named=any(name != f"LABEL_{at}" for at, name in enumerate(names)),
     )
+
+
+class Obstacle(NamedTuple):
+    """Why a step or a layer cannot be the toolkit's own, as a clause, and what would take the reason away."""
+
+    why: str
+    fix: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +113,7 @@ class UncheckedPlan:
             streams = ", and the toolkit brings it the layers" if self.profile.streams else ""
             yield f"offload_engine=overlapped: the step runs beside the passes of the card{streams}"
         elif self.profile.optimizer == "cpu" and not self.twin_flow:
-            why = f": {self.against_overlap}" if self.against_overlap else ""
+            why = f": {self.against_overlap.why}" if self.against_overlap else ""
             yield f"offload_engine=deepspeed: the card waits for the step{why}"
 
     @property
@@ -134,40 +141,52 @@ class UncheckedPlan:
         return self.profile.partial and self.settings.zero_stage == 3
 
     @property
-    def against_overlap(self) -> str | None:
-        """Why the toolkit's overlapped step cannot take the place of DeepSpeed's, as a clause; None if it can."""
+    def against_overlap(self) -> Obstacle | None:
+        """Why the toolkit's overlapped step cannot take the place of DeepSpeed's; None if it can."""
         parallel, train = self.job.parallel, self.job.train
         written = self.job.deepspeed or {}
         zero = written.get("zero_optimization") or {}
         if self.profile.name == "full-cpu" and not self.profile.streams:
-            return "layers that the toolkit streams have not been measured on a card yet, so offload_engine=overlapped has to be asked for"
+            why = "layers that the toolkit streams have not been measured on a card yet, so offload_engine=overlapped has to be asked for"
+            return Obstacle(why, "Set parallel.offload_engine to overlapped")
         if self.profile.optimizer != "cpu":
-            return f"offload={self.profile.name} is DeepSpeed's alone"
-        if self.profile.streams and (why := self._against_streaming()) is not None:
-            return why
+            return Obstacle(
+                f"offload={self.profile.name} is DeepSpeed's alone", "Set parallel.offload to optimizer-cpu"
+            )
+        if self.profile.streams and (obstacle := self._against_streaming()) is not None:
+            return obstacle
         if self.settings.zero_stage not in (1, 2):
-            return f"ZeRO-{self.settings.zero_stage} partitions the weights, which it would have to gather first"
+            why = f"ZeRO-{self.settings.zero_stage} partitions the weights, which it would have to gather first"
+            return Obstacle(why, f"Set parallel.zero_stage to {'2' if self.profile.streams else '1 or 2'}")
         if parallel.pipeline > 1:
-            return f"pipeline={parallel.pipeline} reads a stage's weights in the order of its schedule"
+            why = f"pipeline={parallel.pipeline} reads a stage's weights in the order of its schedule"
+            return Obstacle(why, "Set parallel.pipeline to 1")
         if train.optimizer not in ("adamw", *TORCH_ADAMW):
-            return f"optimizer={train.optimizer} has no kernel on the host but DeepSpeed's"
+            why = f"optimizer={train.optimizer} has no kernel on the host but DeepSpeed's"
+            return Obstacle(why, "Set train.optimizer to adamw")
         if "optimizer" in written or "offload_optimizer" in zero:
-            return "the job's deepspeed section has options of DeepSpeed's own step"
+            why = "the job's deepspeed section has options of DeepSpeed's own step"
+            return Obstacle(why, "Remove optimizer and zero_optimization.offload_optimizer from the deepspeed section")
         return None
 
-    def _against_streaming(self) -> str | None:
-        """Return why the weights of layers cannot be streamed from host memory by the toolkit, as a clause; None if they can."""
+    def _against_streaming(self) -> Obstacle | None:
+        """Return why the weights of layers cannot be streamed from host memory by the toolkit; None if they can."""
         parallel, train = self.job.parallel, self.job.train
+        beside = ", or parallel.offload to optimizer-cpu"  # whose step overlaps all the same
         if self.settings.zero_stage == 1:
-            return "ZeRO-1 keeps the gradients of a step on the card"
+            return Obstacle("ZeRO-1 keeps the gradients of a step on the card", f"Set parallel.zero_stage to 2{beside}")
         if parallel.tensor > 1:
-            return f"tensor={parallel.tensor} shards the layers over cards, whose parts are not streamed"
+            why = f"tensor={parallel.tensor} shards the layers over cards, whose parts are not streamed"
+            return Obstacle(why, f"Set parallel.tensor to 1{beside}")
         if parallel.context > 1:
-            return f"context={parallel.context} shares rows among ranks, which has not been shown with streamed layers"
+            why = f"context={parallel.context} shares rows among ranks, which has not been shown with streamed layers"
+            return Obstacle(why, f"Set parallel.context to 1{beside}")
         if train.method == "qlora":
-            return "method=qlora packs weights with scales of their own, which bitsandbytes keeps on the card"
+            why = "method=qlora packs weights with scales of their own, which bitsandbytes keeps on the card"
+            return Obstacle(why, f"Set train.method to lora{beside}")
         if train.torch_compile:
-            return "torch_compile=true compiles layers for weights that stay where they are"
+            why = "torch_compile=true compiles layers for weights that stay where they are"
+            return Obstacle(why, f"Set train.torch_compile to false{beside}")
         return None
 
     @property

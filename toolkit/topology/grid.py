@@ -108,7 +108,7 @@ class Grid:
                 code="GRID_SIZE",
                 key="parallel.context",
                 message=f"cp={self.cp} does not divide dp={self.dp}: the ranks that share a row are among the data-parallel ones",
-                fix=f"Set cp to one of {join(divisors(self.dp))}",
+                fix=f"Set cp to {one_of(divisors(self.dp))}",
             )
 
     @classmethod
@@ -131,13 +131,13 @@ class Grid:
         """
         model = cls(pp=pp, tp=tp, dp=max(cp, 1), cp=cp)
         if cp > 1 and world_size % model.world_size:
-            fitting = join(divisors(max(world_size // (pp * tp), 1)))
+            fitting = one_of(divisors(max(world_size // (pp * tp), 1)))
             raise PlanError.of(
                 code="GRID_WORLD",
                 key="parallel.context",
                 message=f"context={cp} × pipeline={pp} × tensor={tp} = {model.world_size} ranks do not divide "
                 f"nodes × gpus_per_node = {world_size} ranks: each row needs all of its ranks",
-                fix=f"Set context to one of {fitting}, or gpus_per_node so that nodes × gpus_per_node is a multiple of {model.world_size}",
+                fix=f"Set context to {fitting}, or gpus_per_node so that nodes × gpus_per_node is a multiple of {model.world_size}",
             )
         if world_size < 1 or world_size % model.world_size:
             raise PlanError.of(
@@ -145,7 +145,7 @@ class Grid:
                 key="parallel",
                 message=f"pipeline={pp} × tensor={tp} = {model.world_size} ranks do not divide "
                 f"nodes × gpus_per_node = {world_size} ranks: each model replica needs all of its ranks",
-                fix=f"Set pipeline × tensor to one of {join(divisors(world_size))}, or gpus_per_node so that nodes × gpus_per_node "
+                fix=f"Set pipeline × tensor to {one_of(divisors(world_size))}, or gpus_per_node so that nodes × gpus_per_node "
                 f"is a multiple of {model.world_size}",
             )
         return cls(pp=pp, dp=world_size // (pp * tp), tp=tp, cp=cp)
@@ -311,3 +311,9 @@ def divisors(number: int) -> list[int]:
 def join(values: Iterable[object]) -> str:
     """Return values as a comma-separated list."""
     return ", ".join(map(str, values))
+
+
+def one_of(values: Iterable[object]) -> str:
+    """Return the values among which a reader may choose, as the end of `Set tensor to …`."""
+    given = [str(value) for value in values]
+    return f"one of {join(given)}" if len(given) > 1 else join(given)

@@ -8,7 +8,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from toolkit.errors import PlanError, Problem, raise_all
-from toolkit.topology.grid import Grid, divisors, join
+from toolkit.topology.grid import Grid, divisors, one_of
 
 if TYPE_CHECKING:
     from toolkit.config.job import Job
@@ -124,7 +124,7 @@ def _problems(grid: Grid, num_nodes: int, gpus_per_node: int) -> Iterable[Proble
             f"nodes={num_nodes} × gpus_per_node={gpus_per_node} = {num_devices} devices: each device runs one rank",
             fix=f"Set data to {num_devices // model_size}"
             if fits
-            else f"Set pipeline × tensor to one of {join(divisors(num_devices))}",
+            else f"Set pipeline × tensor to {one_of(divisors(num_devices))}",
         )
     # Tensor groups are aligned runs of tp ranks: the first that spans nodes is the one at the end of the first node.
     if num_nodes > 1 and gpus_per_node % grid.tp:
@@ -138,5 +138,5 @@ def _problems(grid: Grid, num_nodes: int, gpus_per_node: int) -> Iterable[Proble
             key="parallel.tensor",
             message=f"tensor={grid.tp} does not divide gpus_per_node={gpus_per_node}: the tensor group of ranks "
             f"{group[0]} to {group[-1]} spans nodes 0 to {last_node}, so its layers would all-reduce over the network",
-            fix=f"Set tensor to {'one of ' if len(valid) > 1 else ''}{join(valid)}",
+            fix=f"Set tensor to {one_of(valid)}",
         )

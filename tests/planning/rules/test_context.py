@@ -11,12 +11,22 @@ from toolkit.errors import PlanError
 from toolkit.planning.resolve import resolve
 
 SAMPLES = {"train": {"samples": {"prompts": ["a"]}}}
+ROUTERS = {"model": "mixtral-8x7b", "train": {"router_aux_loss_coef": 0.01}}
 OWN_LOSS = {"train": {"compute_loss": "torch.nn.functional:cross_entropy"}}
 
 
-@pytest.mark.parametrize(("key", "others"), [("train.samples", SAMPLES), ("train.compute_loss", OWN_LOSS)])
+@pytest.mark.parametrize(
+    ("key", "others"),
+    [("train.samples", SAMPLES), ("train.compute_loss", OWN_LOSS), ("train.router_aux_loss_coef", ROUTERS)],
+)
 def test_what_needs_whole_rows_is_refused(key: str, others: dict[str, Any]) -> None:
     job = {"model": "llama-3.1-8b", "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": 2}, **others}
     with pytest.raises(PlanError) as caught:
         resolve(Job.model_validate(job | {"parallel": {"context": 2}}))
     assert ("CONTEXT_UNSUPPORTED", key) in [(problem.code, problem.key) for problem in caught.value.problems]
+
+
+def test_one_size_that_fits_is_named_alone() -> None:
+    job = {"model": "llama-3.1-8b", "cluster": {"gpu": "h100-sxm-80gb"}, "parallel": {"context": 2}}
+    with pytest.raises(PlanError, match="Set context to 1, or gpus_per_node"):
+        resolve(Job.model_validate(job))

@@ -15,7 +15,7 @@ def test_a_group_over_nodes_is_refused() -> None:
         (6, {"tensor": 4}, "pipeline=1 × tensor=4 = 4", "one of 1, 2, 3, 6"),
         (6, {"pipeline": 4}, "pipeline=4 × tensor=1 = 4", "one of 1, 2, 3, 6"),
         (4, {"tensor": 2, "pipeline": 4}, "pipeline=4 × tensor=2 = 8", "one of 1, 2, 4"),
-        (1, {"pipeline": 2}, "pipeline=2 × tensor=1 = 2", "one of 1"),
+        (1, {"pipeline": 2}, "pipeline=2 × tensor=1 = 2", "Set pipeline × tensor to 1, or"),
     ],
 )
 def test_ranks_that_are_no_multiple_of_a_replica_are_refused(ranks, parallel, product, valid) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from plan_jobs import plan_of
+from plan_jobs import plan_of, problems_of
 from tiny_models import tiny_config
 
 from toolkit.data.packing import ROUND_TO
@@ -41,3 +43,11 @@ def test_a_tensor_group_counts_once_in_the_batch() -> None:
     )
     assert not plan.settings.sequence_parallel
     assert "parallel.sequence_parallel" in plan.explain()
+
+
+def test_sizes_of_whole_experts_divide_the_heads_too(tmp_path: Path) -> None:
+    config = tiny_config("qwen3_moe")
+    config.num_experts = 5
+    config.save_pretrained(tmp_path)
+    (problem,) = problems_of(model=str(tmp_path), ranks=2, parallel={"tensor": 2, "experts": "whole"})
+    assert (problem.code, problem.fix) == ("TP_EXPERTS", "Set parallel.experts to sliced")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
-from toolkit.topology.grid import divisors, join
+from toolkit.topology.grid import divisors, one_of
 
 _KEY = "parallel.context"
 
@@ -21,15 +21,15 @@ def equal_slices(draft: UncheckedPlan) -> Iterator[Problem]:
             code="CONTEXT_HEADS",
             key=_KEY,
             message=f"context={size} does not divide num_attention_heads={heads}: each rank attends by whole heads",
-            fix=f"Set context to one of {join(divisors(heads))}",
+            fix=f"Set context to {one_of(divisors(heads))}",
         )
     if length % size:
         yield Problem(
             code="CONTEXT_SEQUENCE",
             key=_KEY,
             message=f"context={size} does not divide sequence_length={length}: each rank has an equal slice of every row",
-            fix=f"Set train.sequence_length to a multiple of {size}, such as {max(length // size, 1) * size}, or context to one of "
-            f"{join(size for size in divisors(length) if size <= draft.job.cluster.num_ranks)}",
+            fix=f"Set train.sequence_length to a multiple of {size}, such as {max(length // size, 1) * size}, or context to "
+            f"{one_of(size for size in divisors(length) if size <= draft.job.cluster.num_ranks)}",
         )
 
 
@@ -72,8 +72,10 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
     if train.samples is not None:
         why = "each token would take a pass over whole rows, and their scores on every rank"
         yield _refused("train.samples", "…", why, "nothing")
-    if draft.model.config.get("output_router_logits"):
-        why = "the router's loss is of the mean over a whole row, and a rank has that of a slice"
+    why = "the router's loss is of the mean over a whole row, and a rank has that of a slice"
+    if train.router_aux_loss_coef:
+        yield _refused("train.router_aux_loss_coef", f"{train.router_aux_loss_coef:g}", why, "0")
+    elif draft.model.config.get("output_router_logits"):
         yield Problem(
             code="CONTEXT_UNSUPPORTED",
             key=_KEY,

@@ -8,7 +8,7 @@ from toolkit.catalog.dimensions import Fields
 from toolkit.config.job import Lora
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
-from toolkit.topology.grid import divisors, join
+from toolkit.topology.grid import divisors, one_of
 
 # Architectures with a table of styles in `toolkit.tensor_parallel.tables`; those of others are derived, and proven before a run starts.
 TENSOR_MODEL_TYPES = frozenset(
@@ -64,7 +64,7 @@ def whole_heads(draft: UncheckedPlan) -> Iterator[Problem]:
         code="TP_HEADS",
         key=_KEY,
         message=f"tensor={size} does not divide {name}={number}: {why}",
-        fix=f"Set tensor to one of {join(valid)}",
+        fix=f"Set tensor to {one_of(valid)}",
     )
 
 
@@ -84,10 +84,11 @@ def whole_experts(draft: UncheckedPlan) -> Iterator[Problem]:
     if draft.settings.experts != "whole":
         return
     size, count = draft.job.parallel.tensor, draft.model.num_experts
-    sizes = [n for n in divisors(count) if n > 1] if count else []
+    heads = draft.model.num_attention_heads or count
+    sizes = [n for n in divisors(count) if n > 1 and heads % n == 0] if count else []
     if size == 1:
         fix = f"Remove {_EXPERTS}, or set {_KEY} to " + (
-            f"one of {join(sizes)}" if sizes else "the number of ranks that share the model"
+            one_of(sizes) if sizes else "the number of ranks that share the model"
         )
         yield _no_whole_experts("with tensor=1: there are no tensor ranks to share them out", fix)
     elif not count and draft.model.model_type in TENSOR_MODEL_TYPES:  # of others the proof before the start finds them
@@ -97,7 +98,7 @@ def whole_experts(draft: UncheckedPlan) -> Iterator[Problem]:
             code="TP_EXPERTS",
             key=_KEY,
             message=f"tensor={size} does not divide num_experts={count}: with experts=whole each rank has the same number of experts",
-            fix=f"Set {_KEY} to one of {join(sizes)}, or {_EXPERTS} to sliced",
+            fix=f"Set {_EXPERTS} to sliced" + (f", or {_KEY} to {one_of(sizes)}" if sizes else ""),
         )
     elif draft.job.train.torch_compile:
         why = "with torch_compile=true: how many rows a rank's experts compute is known when they run, which a compiled layer does not wait for"

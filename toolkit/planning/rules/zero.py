@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from toolkit.errors import Problem
 from toolkit.planning.offload import PROFILES
 from toolkit.planning.state_bytes import offloaded_bytes
-from toolkit.planning.unchecked_plan import UncheckedPlan
+from toolkit.planning.unchecked_plan import Obstacle, UncheckedPlan
 from toolkit.units import GIB, format_bytes
 
 
@@ -79,14 +79,15 @@ def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
             fix="Set parallel.offload to optimizer-cpu-partial, or remove offload_ratio",
             source="deepspeed runtime/zero/config.py offload_ratio_check",
         )
-    if profile.partial and not draft.twin_flow and draft.offload_engine != "overlapped":
-        why = "the job asks for it" if draft.against_overlap is None else draft.against_overlap
+    partitioned = draft.settings.zero_stage >= profile.min_zero_stage  # else the rule above has said so
+    if profile.partial and partitioned and not draft.twin_flow and draft.offload_engine != "overlapped":
+        why, fix = draft.against_overlap or ("the job asks for it", "Remove parallel.offload_engine")
         yield Problem(
             code="OFFLOAD_PARTIAL_ENGINE",
             key="parallel.offload",
             message=f"offload={profile.name} under ZeRO-{draft.settings.zero_stage} with DeepSpeed's step ({why}): DeepSpeed "
             "has a ratio under ZeRO-3 alone",
-            fix="Set parallel.offload to optimizer-cpu, or parallel.zero_stage to 3",
+            fix=f"{fix}, or set parallel.offload to optimizer-cpu",
             source="deepspeed runtime/zero/stage3.py",
         )
     if draft.twin_flow and draft.job.train.optimizer != "adamw":
@@ -111,20 +112,29 @@ def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
 def offload_engine(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse an engine for the step on the host where nothing steps there, and the overlapped one where it cannot step."""
     wanted, profile = draft.job.parallel.offload_engine, draft.profile
-    if profile.streams and draft.settings.zero_stage < profile.min_zero_stage:
-        return  # the rule above has said so
-    against = draft.against_overlap
-    if wanted is None or (profile.optimizer is not None and (wanted == "deepspeed" or against is None)):
+    on_host, against = profile.optimizer is not None, draft.against_overlap
+    if wanted is None or (on_host and (wanted == "deepspeed" or against is None)):
         return
-    why = "no optimizer state is on the host" if profile.optimizer is None else against
-    other = "remove offload_engine" if profile.optimizer is None else "set it to deepspeed"
+    if on_host and draft.settings.zero_stage < profile.min_zero_stage:
+        return  # the rule above has said so
+    why, fix = _no_overlap(draft)
     yield Problem(
         code="OFFLOAD_ENGINE",
         key="parallel.offload_engine",
         message=f"offload_engine={wanted} with offload={profile.name}: {why}",
-        fix=f"Set parallel.offload to optimizer-cpu or optimizer-cpu-partial with ZeRO-1 or 2, to full-cpu with ZeRO-2, or {other}",
+        fix=fix,
         source="toolkit offload/overlapped.py",
     )
+
+
+def _no_overlap(draft: UncheckedPlan) -> Obstacle:
+    """Return why the overlapped step is refused, and what can be done: the engine is left out where DeepSpeed's would run."""
+    against, profile = draft.against_overlap, draft.profile
+    if profile.optimizer is None or against is None:
+        fix = "Set parallel.offload to optimizer-cpu or optimizer-cpu-partial with ZeRO-1 or 2, to full-cpu with ZeRO-2, or remove offload_engine"
+        return Obstacle("no optimizer state is on the host", fix)
+    of_deepspeed = draft.settings.zero_stage == 3 or not (profile.streams or profile.partial)
+    return Obstacle(against.why, f"{against.fix}, or remove parallel.offload_engine" if of_deepspeed else against.fix)
 
 
 def offload_activations(draft: UncheckedPlan) -> Iterator[Problem]:
