@@ -135,7 +135,9 @@ def test_what_trainer_cannot_carry():
     refused("INTEGRATION_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
     refused("INTEGRATION_OFFLOAD", "parallel.offload", parallel={"offload": "optimizer-cpu-partial", "zero_stage": 2})
     streamed = {"offload": "full-cpu", "offload_engine": "overlapped"}
-    refused("INTEGRATION_STREAMING", "parallel.offload_engine", parallel=streamed)
+    told = refused("INTEGRATION_STREAMING", "parallel.offload_engine", parallel=streamed)
+    assert "Remove parallel.offload_engine and set parallel.zero_stage to 3" in told.fix
+    plan_of(parallel={"offload": "full-cpu", "zero_stage": 3}).training_arguments()
     refused("INTEGRATION_LOSS", "train.loss", train={"loss": "chunked"})
     refused("INTEGRATION_KERNELS", "train.kernels", train={"kernels": "liger"})
     grouped = {"train": "org/set", "packing": "none", "group_by_length": True}

@@ -80,7 +80,7 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             code="INTEGRATION_STREAMING",
             key="parallel.offload_engine",
             message=f"offload_engine=overlapped with offload=full-cpu: {name} has DeepSpeed fetch the layers, under ZeRO-3",
-            fix=f"Remove parallel.offload_engine, or {OWN}",
+            fix=f"Remove parallel.offload_engine and set parallel.zero_stage to 3, or {OWN}",
             source="toolkit offload/streamed_layers.py",
         )
     if draft.profile.activations:
