@@ -19,6 +19,7 @@ from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.distributed.thread_ranks import run_threads
 from toolkit.errors import first_line
 from toolkit.twins.comparison import (
+    ROUNDING,
     SMALL,
     TOLERANCE,
     NoTwinError,
@@ -34,8 +35,6 @@ from toolkit.twins.comparison import (
 from toolkit.twins.kept import kept_proof
 
 NUM_RANKS = 2
-# Difference up to which a failed comparison may be rounding, so that it is made again in double precision.
-_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,7 @@ def prove_context(model_class: type[PreTrainedModel], config: PreTrainedConfig) 
         try:
             twin = build_twin(model_class, config)
             proof = _compare_all(twin)
-            if TOLERANCE < proof.difference < _ROUNDING:  # which double precision shows
+            if TOLERANCE < proof.difference < ROUNDING:  # which double precision shows
                 proof = _compare_all(twin.double())
         except NoTwinError as error:
             return _refused(str(error))

@@ -26,6 +26,7 @@ from toolkit.tensor_parallel.embedding import gather_scores
 from toolkit.tensor_parallel.linear import ShardedLinear
 from toolkit.tensor_parallel.plan import Style, TPPlan, has_whole_experts, matching, with_whole_experts
 from toolkit.twins.comparison import (
+    ROUNDING,
     SMALL,
     TOLERANCE,
     NoTwinError,
@@ -42,8 +43,6 @@ from toolkit.twins.kept import kept_proof
 
 # Least share of the parameters outside the vocabulary that ranks must share, for a table to be of use.
 LEAST_SHARDED = 0.1
-# Difference up to which a failed comparison may be rounding, so that it is made again in double precision.
-_ROUNDING = 1e-3
 _MOST_TRIALS = 24
 # Why experts cannot be whole on ranks of a dense model, or of one that keeps each expert in a module of its own.
 NO_EXPERTS = "it has no stacked experts"
@@ -208,7 +207,7 @@ def _search(scene: _Scene, candidates: Sequence[Candidate]) -> TensorProof:
                 kinds=module_kinds(scene.twin),
                 problem=problem,
             )
-        if trial.difference < _ROUNDING and scene.in_double():
+        if trial.difference < ROUNDING and scene.in_double():
             continue
         blamed = _blamed(scene.twin, trial.place, chosen)
         if blamed is None:

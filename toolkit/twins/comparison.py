@@ -21,6 +21,8 @@ from toolkit.twins.sizes import VOCABULARY, twin_config
 
 # Largest difference in fp32, of the loss and outputs as they are and of gradients as a share of their largest element.
 TOLERANCE = 1e-5
+# Difference up to which a failed comparison may be rounding, so that it is made again in double precision.
+ROUNDING = 1e-3
 # Elements of a gradient below which all of it may be rounding: that of a bias of keys is, since it changes nothing.
 SMALL = 1e-2
 ROWS, TOKENS = 2, 12
