@@ -385,6 +385,35 @@ def test_keys_of_deepspeed_say_nothing_to_another_strategy():
     }
 
 
+OVERLAPPED = {"offload_engine": "overlapped"}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("parallel", "refused"),
+    [
+        ({"offload": "optimizer-cpu"} | OVERLAPPED, ("STRATEGY_KEY", "parallel.offload")),
+        ({"offload": "optimizer-cpu-partial"}, ("STRATEGY_KEY", "parallel.offload")),
+        ({"offload": "full-cpu"}, ("STRATEGY_KEY", "parallel.offload")),
+        ({"offload": "full-cpu"} | OVERLAPPED, ("STRATEGY_KEY", "parallel.offload")),
+        (OVERLAPPED, ("OFFLOAD_ENGINE", "parallel.offload_engine")),
+        ({"tensor": 2}, ("TP_UNSUPPORTED", "parallel.strategy")),
+        ({"pipeline": 2}, ("PIPELINE_UNSUPPORTED", "parallel.strategy")),
+    ],
+)
+def test_what_a_strategy_does_not_have_is_refused_once(strategy, parallel, refused):
+    """And not also for a stage that the job does not name, which other strategies have in name alone."""
+    (problem,) = problems_of(model="llama-3.2-1b", ranks=2, parallel={"strategy": strategy, **parallel})
+    assert (problem.code, problem.key) == refused
+
+
+def test_streamed_layers_are_refused_for_a_stage_for_their_own_reason():
+    parallel = {"zero_stage": 1, "offload": "full-cpu"} | OVERLAPPED
+    (problem,) = problems_of(parallel=parallel)
+    assert problem.code == "OFFLOAD_STAGE"
+    assert "the gradients of a step would stay on the card" in problem.message
+
+
 @pytest.mark.parametrize(
     ("code", "job"),
     [

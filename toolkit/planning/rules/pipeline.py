@@ -137,7 +137,8 @@ def _halt(path: str, what: str, *, source: str, instead: str = "") -> Problem:
 
 def gathered_by_the_engine(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require a ZeRO optimizer: with others DeepSpeed lets no other code order the passes."""
-    if draft.job.parallel.pipeline > 1 and draft.settings.zero_stage == 0:
+    parallel = draft.job.parallel
+    if parallel.strategy == "zero" and parallel.pipeline > 1 and draft.settings.zero_stage == 0:
         yield Problem(
             code="PIPELINE_ZERO_STAGE",
             key="parallel.zero_stage",

@@ -14,7 +14,10 @@ from toolkit.units import GIB, format_bytes
 def offload_stage(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require a ZeRO stage that has the partitions which the offload profile moves; DeepSpeed ignores it below."""
     needed, stage = draft.profile.min_zero_stage, draft.settings.zero_stage
-    if stage < needed:
+    if stage < needed and draft.job.parallel.strategy == "zero":  # else the profile is refused for the strategy
+        why = "DeepSpeed would use its CPU optimizer but offload nothing" if stage == 0 else "DeepSpeed would ignore it"
+        if draft.profile.streams:
+            why = "the gradients of a step would stay on the card"
         carried = [name for name, profile in PROFILES.items() if profile.min_zero_stage <= stage]
         instead = f"parallel.offload to one of {', '.join(carried)}"
         # Stage 3 cannot partition packed 4-bit weights.
@@ -22,10 +25,11 @@ def offload_stage(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="OFFLOAD_STAGE",
             key="parallel.offload",
-            message=f"offload={draft.profile.name} needs zero_stage of at least {needed}, zero_stage={stage}: DeepSpeed would "
-            + ("use its CPU optimizer but offload nothing" if stage == 0 else "ignore it"),
+            message=f"offload={draft.profile.name} needs zero_stage of at least {needed}, zero_stage={stage}: {why}",
             fix=f"Set parallel.zero_stage to {needed}, or {instead}" if raised else f"Set {instead}",
-            source="deepspeed runtime/engine.py zero_use_cpu_optimizer",
+            source="toolkit offload/streamed_layers.py"
+            if draft.profile.streams
+            else "deepspeed runtime/engine.py zero_use_cpu_optimizer",
         )
 
 
@@ -79,6 +83,8 @@ def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
             fix="Set parallel.offload to optimizer-cpu-partial, or remove offload_ratio",
             source="deepspeed runtime/zero/config.py offload_ratio_check",
         )
+    if draft.job.parallel.strategy != "zero":
+        return
     partitioned = draft.settings.zero_stage >= profile.min_zero_stage  # else the rule above has said so
     if profile.partial and partitioned and not draft.twin_flow and draft.offload_engine != "overlapped":
         why, fix = draft.against_overlap or ("the job asks for it", "Remove parallel.offload_engine")
@@ -117,6 +123,8 @@ def offload_engine(draft: UncheckedPlan) -> Iterator[Problem]:
         return
     if on_host and draft.settings.zero_stage < profile.min_zero_stage:
         return  # the rule above has said so
+    if on_host and draft.job.parallel.strategy != "zero":
+        return  # the profile is refused for the strategy
     why, fix = _no_overlap(draft)
     yield Problem(
         code="OFFLOAD_ENGINE",
