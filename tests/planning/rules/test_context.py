@@ -30,3 +30,19 @@ def test_one_size_that_fits_is_named_alone() -> None:
     job = {"model": "llama-3.1-8b", "cluster": {"gpu": "h100-sxm-80gb"}, "parallel": {"context": 2}}
     with pytest.raises(PlanError, match="Set context to 1, or gpus_per_node"):
         resolve(Job.model_validate(job))
+
+
+@pytest.mark.parametrize(("coefficient", "refused"), [(0.01, True), (0.0, False), (None, False)])
+def test_the_loss_of_routers_is_that_of_whole_rows(coefficient: float | None, refused: bool) -> None:
+    """The job's own weight has the model compute it, whatever its config.json says."""
+    job = {"model": "olmoe-1b-7b", "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": 2}, "parallel": {"context": 2}}
+    made = Job.model_validate(job | {"train": {"router_aux_loss_coef": coefficient}})
+    if not refused:
+        assert resolve(made).grid.cp == 2
+        return
+    with pytest.raises(
+        PlanError, match="router_aux_loss_coef=0.01 with context above 1: the router's loss is of the mean"
+    ) as caught:
+        resolve(made)
+    assert caught.value.codes == ("CONTEXT_UNSUPPORTED",)
+    assert caught.value.problems[0].fix.startswith("Set train.router_aux_loss_coef to 0, or")

@@ -80,6 +80,15 @@ def test_slices_of_rows_are_refused_once(tmp_path):
     ) as caught:
         planned(tmp_path, parallel={"context": 2}, ranks=2)
     assert caught.value.codes == ("CONTEXT_UNSUPPORTED",)
+    assert caught.value.problems[0].fix == "Set parallel.context to 1", (
+        "no value of model.task makes it a model of text"
+    )
+
+
+def test_tiles_are_refused_with_what_can_be_changed(tmp_path):
+    with pytest.raises(PlanError, match="mlp_tiles=2 with task=image-text-to-text") as caught:
+        planned(tmp_path, train={"mlp_tiles": 2})
+    assert [problem.fix for problem in caught.value.problems] == ["Remove train.mlp_tiles"]
 
 
 @pytest.mark.parametrize("name", ["freeze_vision", "images_per_sample", "image_size"])

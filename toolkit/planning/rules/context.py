@@ -68,28 +68,30 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
         yield _refused("train.torch_compile", "true", why, "false")
     if train.compute_loss is not None:
         why = "a function of yours is given scores and labels of whole rows, and a rank has the scores of a slice"
-        yield _refused("train.compute_loss", train.compute_loss, why, "nothing")
+        yield _refused("train.compute_loss", train.compute_loss, why, "")
     if train.samples is not None:
         why = "each token would take a pass over whole rows, and their scores on every rank"
-        yield _refused("train.samples", "…", why, "nothing")
+        yield _refused("train.samples", "…", why, "")
     why = "the router's loss is of the mean over a whole row, and a rank has that of a slice"
     if train.router_aux_loss_coef:
         yield _refused("train.router_aux_loss_coef", f"{train.router_aux_loss_coef:g}", why, "0")
-    elif draft.model.config.get("output_router_logits"):
+    elif train.router_aux_loss_coef is None and draft.model.config.get("output_router_logits"):
         yield Problem(
             code="CONTEXT_UNSUPPORTED",
             key=_KEY,
             message=f"context={parallel.context} with a model whose config.json has output_router_logits=true: {why}",
-            fix=f"Set output_router_logits to false in the model's config.json, or {_KEY} to 1",
+            fix=f"Set train.router_aux_loss_coef to 0, which leaves that loss out, or {_KEY} to 1",
         )
 
 
 def _refused(key: str, value: str, why: str, instead: str) -> Problem:
+    """Return the problem of a value; `instead` is one that could take its place, empty where the key could be removed."""
+    change = f"Set {key} to {instead}" if instead else f"Remove {key}"
     return Problem(
         code="CONTEXT_UNSUPPORTED",
         key=key,
         message=f"{key.rpartition('.')[2]}={value} with context above 1: {why}",
-        fix=f"Set {key} to {instead}, or {_KEY} to 1",
+        fix=f"{change}, or set {_KEY} to 1",
     )
 
 

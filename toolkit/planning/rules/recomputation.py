@@ -136,7 +136,7 @@ def tiles(draft: UncheckedPlan) -> Iterator[Problem]:
             draft.settings.task != "causal-lm",
             f"task={draft.settings.task}",
             "the proof of tiles is of causal language models",
-            "Set model.task to causal-lm",
+            "",
         ),
         (
             train.torch_compile,
@@ -160,7 +160,7 @@ def tiles(draft: UncheckedPlan) -> Iterator[Problem]:
             bool(draft.model.num_experts),
             f"num_experts={draft.model.num_experts}",
             "experts would be called for each tile, which has not been tested",
-            "Use a model without experts",
+            "",
         ),
     )
     for is_so, what, why, fix in found:
@@ -169,7 +169,7 @@ def tiles(draft: UncheckedPlan) -> Iterator[Problem]:
                 code="TILED_MLP",
                 key=key,
                 message=f"mlp_tiles={train.mlp_tiles} with {what}: {why}",
-                fix=f"{fix}, or remove {key}",
+                fix=f"{fix}, or remove {key}" if fix else f"Remove {key}",
             )
 
 
