@@ -41,7 +41,7 @@ def test_the_loss_of_routers_is_that_of_whole_rows(coefficient: float | None, re
         assert resolve(made).grid.cp == 2
         return
     with pytest.raises(
-        PlanError, match="router_aux_loss_coef=0.01 with context above 1: the router's loss is of the mean"
+        PlanError, match=r"router_aux_loss_coef=0\.01 with context above 1: the router's loss is of the mean"
     ) as caught:
         resolve(made)
     assert caught.value.codes == ("CONTEXT_UNSUPPORTED",)

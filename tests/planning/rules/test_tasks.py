@@ -110,6 +110,15 @@ def test_what_a_task_has_no_use_for_is_refused(
     assert [found for found in codes_of(model, **sections) if found[0].startswith("TASK_")] == wanted
 
 
+def test_a_classifier_has_no_loss_of_its_routers() -> None:
+    """transformers' classifiers on mixtures return the loss of the labels alone."""
+    train, spec = {"train": {"router_aux_loss_coef": 0.01}}, model_of("mixtral-8x7b")
+    assert plan_of({}, spec=spec, **train).job.train.router_aux_loss_coef == 0.01
+    with pytest.raises(PlanError, match=r"router_aux_loss_coef=0\.01 with task=sequence-classification") as caught:
+        plan_of(TEXTS, spec=spec, **train)
+    assert caught.value.codes == ("TASK_UNUSED",)
+
+
 def test_more_classes_than_can_be_named_are_refused() -> None:
     spec = replace(model_of(LLAMA), config_json=json.dumps({**model_of(LLAMA).config, "num_labels": 10**10}))
     with pytest.raises(PlanError, match=r"num_labels=1e\+10 in the config\.json"):

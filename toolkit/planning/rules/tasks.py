@@ -94,6 +94,9 @@ def keys_without_use(draft: UncheckedPlan) -> Iterator[Problem]:
         )
     if train.samples is not None:
         yield _unused("train.samples", "…", task, "the model does not continue texts", "Remove it")
+    if train.router_aux_loss_coef is not None:
+        why = "its model computes no loss of its routers"
+        yield _unused("train.router_aux_loss_coef", f"{train.router_aux_loss_coef:g}", task, why, "Remove it")
     if task not in CLASSIFYING:
         return
     if settings.problem_type in ("multi_label_classification", "regression"):
