@@ -71,6 +71,13 @@ def test_all_of_a_conversation_but_its_images_is_learned(tmp_path, llava):
     assert not (counted & llava.marks(torch.from_numpy(row["input_ids"])).bool().numpy()).any()
 
 
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_a_system_prompt_stands_before_images(tmp_path, llava, loss_on):
+    row = prepared(tmp_path, llava, loss_on=loss_on, system_prompt="Be kind.")[0]
+    assert llava.decode(row["input_ids"]).startswith("<system>Be kind.<eos><user><image>")
+    assert int(llava.marks(torch.from_numpy(row["input_ids"])).sum()) == 16
+
+
 def test_a_micro_batch_without_an_image_has_a_blank_one(tmp_path, llava):
     rows = prepared(tmp_path, llava)
     collate = Collator.of(rows)

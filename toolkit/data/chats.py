@@ -25,7 +25,7 @@ from toolkit.dataset_inspection.chat_messages import (
     with_system_prompt,
 )
 from toolkit.dataset_inspection.chat_template import refused_problem
-from toolkit.dataset_inspection.image_messages import texts_of
+from toolkit.dataset_inspection.image_messages import as_lists, texts_of
 from toolkit.errors import DataError, first_line
 
 # The Jinja block tag, with optional whitespace control.
@@ -121,6 +121,8 @@ class ChatTokeniser:
             fix = "Correct or remove the record"
             raise DataError.of(code="DATA_TYPE", key=key, message=f"{where}: {error}", fix=fix) from None
         messages = with_system_prompt(record["messages"], self.system_prompt)
+        if self.places is not None:  # templates of image models read content as lists alone, that of the prompt too
+            messages = as_lists(messages)
         try:
             return self._tokenise(messages, tools, index=index)
         except TEMPLATE_FAULTS as error:  # many templates require alternating roles, or have no system message
