@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_images import image_job
 from tiny_models import tiny_model
 from train_jobs import job_values, write_inputs
 
@@ -57,3 +58,15 @@ def test_a_folder_without_tokenizer_files(tmp_path: Path) -> None:
     text = _refused(_plan(tmp_path))
     assert f"no tokenizer can be loaded from {tmp_path / 'model'}" in text
     assert "Set model.tokenizer to a hub id or a folder with tokenizer.json" in text
+
+
+def test_added_tokens_are_those_of_a_processor_too(tmp_path: Path) -> None:
+    added = {"added_tokens": ["<box>"], "added_special_tokens": ["<mark>"], "pad_vocab_to_multiple_of": 64}
+    plan = resolve(Job.model_validate(image_job(tmp_path, "qwen2_5_vl", model=added)))
+    processor = load_tokenizer(plan)
+    ids = processor("a<box>b<mark>")["input_ids"]
+    assert [processor.convert_tokens_to_ids(token) for token in ("<box>", "<mark>")] == [ids[1], ids[3]]
+    assert len(ids) == 4
+    assert len(processor) <= plan.model.vocab_size
+    processor.save_pretrained(tmp_path / "saved")
+    assert "<box>" in (tmp_path / "saved" / "tokenizer.json").read_text(encoding="utf-8")

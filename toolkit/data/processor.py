@@ -111,6 +111,7 @@ class Processor:
         if self._folder is None:
             self.processor.save_pretrained(folder)
             return self.tokenizer.save_pretrained(folder)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         for name in PROCESSOR_FILES:
             if (self._folder / name).is_file():
                 shutil.copyfile(self._folder / name, Path(folder) / name)

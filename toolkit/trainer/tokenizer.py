@@ -19,24 +19,9 @@ def load_tokenizer(plan: Plan) -> Any:
         PlanError: IMAGES_PACKAGE. SpecError: PROCESSOR_INVALID; TOKENIZER_NOT_FOUND when neither the model nor `model.tokenizer` has one; TOKENIZER_INVALID when a
             chat template is not text.
     """
-    from transformers import AutoTokenizer
-
     model = plan.job.model
     source = tokenizer_source(plan.job, plan.model)
-    revision = model.revision if model.tokenizer is None else None
-    if plan.settings.task == "image-text-to-text":
-        from toolkit.data.processor import load_processor
-
-        return load_processor(
-            source,
-            model_type=plan.model.model_type,
-            revision=revision,
-            trust_remote_code=model.trust_remote_code,
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise tokenizer_not_found(f"no tokenizer can be loaded from {source}: {first_line(error)}") from None
+    tokenizer = _read(plan, source)
     # transformers accepts any value, and fails when the first conversation is rendered or the tokenizer saved.
     if fault := template_fault(getattr(tokenizer, "chat_template", None)):
         raise SpecError.of(
@@ -56,3 +41,19 @@ def load_tokenizer(plan: Plan) -> Any:
             fix=f"Set model.pad_vocab_to_multiple_of to {len(tokenizer)}",
         )
     return tokenizer
+
+
+def _read(plan: Plan, source: str) -> Any:
+    model = plan.job.model
+    revision = model.revision if model.tokenizer is None else None
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": model.trust_remote_code}
+    if plan.settings.task == "image-text-to-text":
+        from toolkit.data.processor import load_processor
+
+        return load_processor(source, model_type=plan.model.model_type, **options)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise tokenizer_not_found(f"no tokenizer can be loaded from {source}: {first_line(error)}") from None
