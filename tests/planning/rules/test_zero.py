@@ -44,6 +44,13 @@ def test_what_the_fix_of_a_refused_engine_says_is_accepted(
     plan_of(**job, train=changed.pop("train"), parallel={**parallel, **changed})
 
 
+def test_tiles_send_nobody_from_streamed_layers_to_what_is_refused() -> None:
+    job: dict[str, Any] = {"model": "llama-3.1-8b", "train": {"sequence_length": 4096, "mlp_tiles": 4}}
+    (problem,) = problems_of(**job, parallel={**STREAMED, "zero_stage": 2})
+    assert problem.fix.startswith("Set parallel.offload to optimizer-cpu, or")
+    plan_of(**job, parallel={**STREAMED, "zero_stage": 2, "offload": "optimizer-cpu"})
+
+
 @pytest.mark.parametrize("parallel", [PARTIAL, OVERLAPPED])
 def test_a_stage_without_partitions_is_the_only_problem(parallel: dict[str, Any]) -> None:
     (problem,) = problems_of(model="llama-3.1-8b", ranks=2, parallel={**parallel, "zero_stage": 0})

@@ -130,7 +130,7 @@ def tiles(draft: UncheckedPlan) -> Iterator[Problem]:
             draft.profile.streams,
             "offload_engine=overlapped under offload=full-cpu",
             "layers whose weights are streamed have not been tested by tiles",
-            "Set parallel.offload_engine to deepspeed",
+            "Set parallel.offload to optimizer-cpu",
         ),
         (
             draft.settings.task != "causal-lm",
