@@ -76,6 +76,16 @@ def test_a_head_that_is_there_is_read(tmp_path: Path) -> None:
         torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=0)
 
 
+def test_the_head_of_a_classifier_is_not_drawn_anew_where_a_file_lost_it(tmp_path: Path) -> None:
+    AutoModelForSequenceClassification.from_config(task_config("bert", num_labels=3)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["classifier.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"classifier\.weight") as caught:
+        built(tmp_path, "sequence-classification")
+    assert caught.value.codes == ("WEIGHTS_MISSING",)
+
+
 def test_weights_of_the_base_must_all_be_there(tmp_path: Path) -> None:
     folder = saved(tmp_path, AutoModelForCausalLM, "llama")
     tensors = load_file(folder / "model.safetensors")

@@ -22,7 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from toolkit.arguments import checks_arguments
-from toolkit.config.job import CLASSIFYING, ExpertSharding, Fp8, Fsdp2, Kept, Kernels, Lora, Loss, Task
+from toolkit.catalog.tasks import has_new_head
+from toolkit.config.job import ExpertSharding, Fp8, Fsdp2, Kept, Kernels, Lora, Loss, Task
 from toolkit.context_parallel.apply import apply_context_parallel
 from toolkit.context_parallel.slices import SequenceSlice
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
@@ -64,6 +65,7 @@ class BuildOptions:
     Args:
         dtype: Data type of the parameters.
         task: What the model is trained to do, which decides its class.
+        has_new_head: Whether the pretrained weights may lack the head of the task, which is then drawn.
         trust_remote_code: Whether the model's own code may run.
         sequence_parallel: Whether tensor ranks also hold shards of the sequence between the sharded layers.
         experts: How tensor ranks share stacked experts.
@@ -91,6 +93,7 @@ class BuildOptions:
 
     dtype: torch.dtype = torch.bfloat16
     task: Task = "causal-lm"
+    has_new_head: bool = False
     trust_remote_code: bool = False
     sequence_parallel: bool = False
     experts: ExpertSharding = "sliced"
@@ -125,7 +128,7 @@ class BuildOptions:
     @property
     def head_seed(self) -> int | None:
         """Seed of a classifier's head that the pretrained weights lack; None where they must have all."""
-        return self.seed if self.task in CLASSIFYING else None
+        return self.seed if self.has_new_head else None
 
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> Self:
@@ -134,6 +137,7 @@ class BuildOptions:
         values: dict[str, Any] = {
             "dtype": DTYPES[settings.dtype],
             "task": settings.task,
+            "has_new_head": has_new_head(settings.task, plan.model.config),
             "trust_remote_code": plan.job.model.trust_remote_code,
             "sequence_parallel": settings.sequence_parallel,
             "experts": settings.experts,
