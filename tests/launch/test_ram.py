@@ -37,6 +37,12 @@ def test_the_limit_of_a_container_in_both_versions(tmp_path: Path) -> None:
     assert read_memory(tmp_path, own).limit_bytes is None
     write(tmp_path / "memory", memory__limit_in_bytes=4 * GIB)
     assert read_memory(tmp_path, own).limit_bytes == 4 * GIB
+    write(tmp_path / "memory", memory__usage_in_bytes=3 * GIB)
+    write(
+        tmp_path / "memory",
+        memory__stat=f"active_file 0\ninactive_file 0\ntotal_active_file {GIB}\ntotal_inactive_file 0",
+    )
+    assert read_memory(tmp_path, own).used_of_limit_bytes == 2 * GIB
     write(tmp_path / "memory", memory__limit_in_bytes=9223372036854771712)
     assert read_memory(tmp_path, own).limit_bytes is None
 

@@ -85,13 +85,16 @@ def too_little_memory(plan: Plan, memory: Memory | None = None) -> Iterator[Prob
 
 
 def _cached(file: Path) -> int:
-    """Return the bytes of files in memory, which count as used and are given up when a process needs them."""
+    """Return the bytes of files in memory, which count as used and are given up when a process needs them.
+
+    Those of the groups inside count too, as in the usage: cgroup v1 lists them as `total_...`, v2 under the plain names.
+    """
     try:
         lines = file.read_text(encoding="ascii").splitlines()
     except OSError:
         return 0
     counts = dict(line.split()[:2] for line in lines if len(line.split()) == 2)
-    return sum(int(counts.get(name, counts.get(f"total_{name}", 0))) for name in ("inactive_file", "active_file"))
+    return sum(int(counts.get(f"total_{name}", counts.get(name, 0))) for name in ("inactive_file", "active_file"))
 
 
 def _number(file: Path) -> int | None:
