@@ -148,6 +148,7 @@ def test_what_trainer_cannot_carry():
     refused("INTEGRATION_LOOP", "train.callbacks", train={"callbacks": ["hooks:Mine"]})
     refused("INTEGRATION_LOOP", "train.save_async", train={"save_async": True})
     refused("INTEGRATION_LOOP", "train.hang_timeout_minutes", train={"hang_timeout_minutes": 5})
+    refused("INTEGRATION_LOOP", "cluster.numa_binding", numa_binding=True)
     refused("INTEGRATION_LOSS", "train.label_smoothing_factor", train={"label_smoothing_factor": 0.1})
     refused("INTEGRATION_LOSS", "train.compute_loss", train={"compute_loss": "a:b"})
     best = {"load_best_model_at_end": True, "save_only_model": True}

@@ -231,6 +231,13 @@ def _own_loop_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]
             message=f"hang_timeout_minutes={train.hang_timeout_minutes:g} is acted on by our training loop, not by {NAMES[consumer]}",
             fix=f"Leave it out, with ddp_timeout in your script, or {OWN}",
         )
+    if draft.job.cluster.numa_binding:
+        yield Problem(
+            code="INTEGRATION_LOOP",
+            key="cluster.numa_binding",
+            message=f"numa_binding=true is acted on by our own start of a rank, not by {NAMES[consumer]}",
+            fix=f"Leave it out, with numactl around your script, or {OWN}",
+        )
     metric = train.best_metric.removeprefix("eval_")
     if consumer == "trainer" and train.watches_metric and metric in draft.settings.metrics[1:]:
         yield Problem(
