@@ -294,7 +294,7 @@ def a_rank_that_leaves(rank):
         with pytest.raises(HorovodValueError, match="HOROVOD_NOT_INITIALIZED"):
             hvd.rank()
         return
-    with pytest.raises(HorovodInternalError, match=r"needs ranks? (0, )?2, which ended or called shutdown"):
+    with pytest.raises(HorovodInternalError, match=r"needs ranks? ([01], )?2, which ended or called shutdown"):
         hvd.allreduce(torch.ones(2))
     hvd.shutdown()
 
