@@ -13,6 +13,7 @@ from ranks import preloaded
 from torch import Tensor
 
 from toolkit.launch import numa
+from toolkit.launch.user_cache import NO_CACHE_SWITCH
 from toolkit.offload import host_adamw
 from toolkit.offload.host_adamw import HostAdamW, StepFactors, accumulate, step
 
@@ -118,12 +119,14 @@ def test_the_kernel_is_kept_for_a_processor_and_has_no_instructions_that_it_lack
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.delenv(NO_CACHE_SWITCH, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     built = set()
     for flags in ("sse2", "sse2 avx2 fma f16c", "sse2 avx2"):
         monkeypatch.setattr(host_adamw, "_processor", lambda flags=flags: f"flags : {flags}")
         built.add(host_adamw._built())
     assert len(built) == 3
+    assert all(path.is_relative_to(tmp_path) for path in built)
     assert ["-mavx2" in line for line in said.read_text().splitlines()] == [False, True, False]
 
 
