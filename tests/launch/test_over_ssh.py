@@ -279,7 +279,9 @@ def run_here(tmp_path: Path, command: str, *, trainer: bool = False):
 
 @pytest.mark.parametrize("code", [7, 255])
 def test_a_failure_here_ends_the_other_and_is_no_failure_of_ssh(tmp_path, capfd, code):
-    outcome = run_here(tmp_path, f"echo on $NODE_RANK; [ $NODE_RANK = 0 ] || exit {code}; exec sleep 300")
+    waits = "while [ ! -e up ]; do sleep 0.02; done"  # until the other one has said where it is
+    command = f"echo on $NODE_RANK; [ $NODE_RANK = 0 ] || {{ {waits}; exit {code}; }}; touch up; exec sleep 300"
+    outcome = run_here(tmp_path, command)
     assert outcome.problem is not None
     assert outcome.problem.code == "NODE_FAILED"
     assert f"node 1 (127.0.0.1) failed first, with exit code {code}" in outcome.problem.message
