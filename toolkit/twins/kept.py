@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 # Folders of the toolkit on whose code a proof depends.
 _OWN_CODE = ("twins", "tensor_parallel", "pipeline_parallel", "context_parallel", "distributed")
+# Modules of other folders that have such code.
+_OWN_MODULES = ("modeling/tiled_mlp.py",)
 # Values of a configuration that no module depends on.
 _APART = ("use_cache", "dtype", "torch_dtype", "_name_or_path", "transformers_version", "architectures")
 
@@ -99,8 +101,10 @@ def _source(module: ModuleType | None) -> str:
 def _versions() -> str:
     root = Path(toolkit.__file__).parent
     found = [sys.version, *(f"{name} {version_of(name)}" for name in ("torch", "transformers"))]
+    paths = [root / name for name in _OWN_MODULES]
     for name in _OWN_CODE:
-        for path in sorted((root / name).rglob("*.py")):
-            stat = path.stat()
-            found.append(f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}")
+        paths += sorted((root / name).rglob("*.py"))
+    for path in paths:
+        stat = path.stat()
+        found.append(f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}")
     return "\n".join(found)
