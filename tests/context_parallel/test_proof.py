@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from toolkit.context_parallel.proof import ContextProof, prove_context
+from toolkit.context_parallel.proof import prove_context
 from toolkit.errors import PlanError
 from toolkit.modeling.proofs import prove_splits
+from toolkit.twins.comparison import SplitProof
 
 
-def proof_of(model_type: str, **values: Any) -> ContextProof:
+def proof_of(model_type: str, **values: Any) -> SplitProof:
     config = CONFIG_MAPPING[model_type](**values)
     return prove_context(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -20,13 +18,14 @@ from toolkit.distributed.thread_ranks import run_threads
 from toolkit.errors import first_line
 from toolkit.twins.comparison import (
     ROUNDING,
-    SMALL,
     TOLERANCE,
     NoTwinError,
     Run,
+    SplitProof,
     build_twin,
     copy_of,
     difference,
+    gradient_difference,
     make_batch,
     module_kinds,
     plain_torch,
@@ -37,34 +36,14 @@ from toolkit.twins.kept import kept_proof
 NUM_RANKS = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextProof:
-    """What the comparison of a twin and its slices showed.
-
-    Args:
-        difference: Largest difference from the twin: of loss and scores, and of gradients as a share of their largest element.
-        kinds: Patterns and classes of the twin's modules: of a model that has others, the twin has proven nothing.
-        problem: Why the model is refused; "" if it is not.
-    """
-
-    difference: float
-    kinds: tuple[str, ...]
-    problem: str
-
-
-def context_proof(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> ContextProof:
+def context_proof(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> SplitProof:
     """Return the proof of a model, made now or by an earlier process; arguments as of `prove_context`."""
     return kept_proof(
-        "context", model_class, config, records=_records(), make=lambda: prove_context(model_class, config)
+        "context", model_class, config, records=Records(SplitProof), make=lambda: prove_context(model_class, config)
     )
 
 
-@cache
-def _records() -> Records[ContextProof]:
-    return Records(ContextProof)
-
-
-def prove_context(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> ContextProof:
+def prove_context(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> SplitProof:
     """Run a twin of a model over two ranks that share its rows, and compare loss, scores and every gradient with the whole's.
 
     Args:
@@ -78,11 +57,11 @@ def prove_context(model_class: type[PreTrainedModel], config: PreTrainedConfig) 
             if TOLERANCE < proof.difference < ROUNDING:  # which double precision shows
                 proof = _compare_all(twin.double())
         except NoTwinError as error:
-            return _refused(str(error))
+            return SplitProof.refused(str(error))
         return proof
 
 
-def _compare_all(twin: PreTrainedModel) -> ContextProof:
+def _compare_all(twin: PreTrainedModel) -> SplitProof:
     """Compare rows of one document, and rows of several where the model takes positions."""
     batch = make_batch()
     worst = _compare(twin, batch, run(copy_of(twin), batch))
@@ -95,7 +74,7 @@ def _compare_all(twin: PreTrainedModel) -> ContextProof:
     return worst if worst.problem else max(worst, _compare(twin, packed, wanted), key=lambda proof: proof.difference)
 
 
-def _compare(twin: PreTrainedModel, batch: Mapping[str, torch.Tensor], wanted: Run) -> ContextProof:
+def _compare(twin: PreTrainedModel, batch: Mapping[str, torch.Tensor], wanted: Run) -> SplitProof:
     def on_rank(group: dist.ProcessGroup) -> Run:
         model = copy_of(twin)
         apply_context_parallel(model, group=group)
@@ -105,23 +84,22 @@ def _compare(twin: PreTrainedModel, batch: Mapping[str, torch.Tensor], wanted: R
     try:
         parts = run_threads(on_rank, NUM_RANKS)
     except NoTwinError as error:
-        return _refused(f"at {error}")
+        return SplitProof.refused(f"at {error}")
     except Exception as error:  # code of any model
-        return _refused(f"{type(error).__name__}: {first_line(error)}")
+        return SplitProof.refused(f"{type(error).__name__}: {first_line(error)}")
     loss = abs(sum(part.loss for part in parts) - wanted.loss)
     worst = max(loss if loss == loss else float("inf"), _gap_of_outputs([part.logits for part in parts], wanted.logits))
     if not worst <= TOLERANCE:
         place, gap = _parting(parts, wanted)
         where = f"the output of {place} differs by {gap:.1e}" if place else f"loss and scores differ by {worst:.1e}"
-        return ContextProof(difference=worst, kinds=(), problem=f"on ranks that have slices of a row, {where}")
+        return SplitProof.refused(f"on ranks that have slices of a row, {where}", difference=worst)
     for name, gradient in wanted.gradients.items():
         found = [part.gradients[name] for part in parts if name in part.gradients]
-        scale = max(SMALL, gradient.abs().max().item())
-        gap = difference(torch.stack(found).sum(0) / scale, gradient / scale) if found else float("inf")
+        gap = gradient_difference(torch.stack(found).sum(0) if found else None, gradient)
         worst = max(worst, gap)
         if not gap <= TOLERANCE:
-            return ContextProof(difference=gap, kinds=(), problem=f"the gradient of {name} differs by {gap:.1e}")
-    return ContextProof(difference=worst, kinds=module_kinds(twin), problem="")
+            return SplitProof.refused(f"the gradient of {name} differs by {gap:.1e}", difference=gap)
+    return SplitProof(difference=worst, kinds=module_kinds(twin), problem="")
 
 
 def _with_loss_of_slice(model: PreTrainedModel, own: SequenceSlice) -> None:
@@ -158,7 +136,3 @@ def _gap_of_outputs(found: Sequence[torch.Tensor | None], wanted: torch.Tensor |
     if tensors[0].shape == wanted.shape:
         return difference(tensors[0], wanted)
     return difference(torch.cat(tensors, 1), wanted) if tensors[0].dim() > 1 else float("inf")
-
-
-def _refused(problem: str) -> ContextProof:
-    return ContextProof(difference=float("inf"), kinds=(), problem=problem)

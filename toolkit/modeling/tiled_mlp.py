@@ -11,7 +11,6 @@ Source:
 
 from __future__ import annotations
 
-from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -24,12 +23,12 @@ from toolkit.artifacts.records import Records
 from toolkit.errors import PlanError, first_line
 from toolkit.introspect import decoder_layers
 from toolkit.twins.comparison import (
-    SMALL,
     TOLERANCE,
     NoTwinError,
     build_twin,
     copy_of,
     difference,
+    gradient_difference,
     make_batch,
     plain_torch,
     run,
@@ -85,12 +84,7 @@ def _tile(layer: nn.Module, num_tiles: int) -> None:
 
 def _tiles_proof(model_class: type[PreTrainedModel], config: Any) -> str:
     """Return why tiles of a model are not the whole; "" if they are."""
-    return kept_proof("tiles", model_class, config, records=_records(), make=lambda: prove_tiles(model_class, config))
-
-
-@cache
-def _records() -> Records[str]:
-    return Records(str)
+    return kept_proof("tiles", model_class, config, records=Records(str), make=lambda: prove_tiles(model_class, config))
 
 
 def prove_tiles(model_class: type[PreTrainedModel], config: Any) -> str:
@@ -115,9 +109,7 @@ def prove_tiles(model_class: type[PreTrainedModel], config: Any) -> str:
     if found.logits is None or wanted.logits is None or difference(found.logits, wanted.logits) > TOLERANCE:
         return "the scores of a small twin differ"
     for name, gradient in wanted.gradients.items():
-        scale = max(SMALL, gradient.abs().max().item())
-        own = found.gradients.get(name)
-        if own is None or not difference(own / scale, gradient / scale) <= TOLERANCE:
+        if not gradient_difference(found.gradients.get(name), gradient) <= TOLERANCE:
             return f"the gradient of {name} of a small twin differs"
     return ""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,14 +16,16 @@ from toolkit.pipeline_parallel.split import split_model
 from toolkit.pipeline_parallel.stage import forward_stage, hidden_dtype, hidden_shape
 from toolkit.pipeline_schedule import StageSpec
 from toolkit.twins.comparison import (
-    SMALL,
+    ROUNDING,
     TOLERANCE,
     NoTwinError,
     Run,
+    SplitProof,
     build_twin,
     copy_of,
     difference,
     failing_module,
+    gradient_difference,
     make_batch,
     module_kinds,
     plain_torch,
@@ -34,34 +34,14 @@ from toolkit.twins.comparison import (
 from toolkit.twins.kept import kept_proof
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineProof:
-    """What the comparison of a twin and its stages showed.
-
-    Args:
-        difference: Largest difference from the twin: of loss and scores, and of gradients as a share of their largest element.
-        kinds: Patterns and classes of the twin's modules: of a model that has others, the twin has proven nothing.
-        problem: Why the model is refused; "" if it is not.
-    """
-
-    difference: float
-    kinds: tuple[str, ...]
-    problem: str
-
-
-def pipeline_proof(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PipelineProof:
+def pipeline_proof(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> SplitProof:
     """Return the proof of a model's cut, made now or by an earlier process; arguments as of `prove_pipeline`."""
     return kept_proof(
-        "pipeline", model_class, config, records=_records(), make=lambda: prove_pipeline(model_class, config)
+        "pipeline", model_class, config, records=Records(SplitProof), make=lambda: prove_pipeline(model_class, config)
     )
 
 
-@cache
-def _records() -> Records[PipelineProof]:
-    return Records(PipelineProof)
-
-
-def prove_pipeline(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PipelineProof:
+def prove_pipeline(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> SplitProof:
     """Cut a twin of a model between all its layers, and compare loss, scores and every gradient with those of the whole.
 
     Args:
@@ -74,9 +54,9 @@ def prove_pipeline(model_class: type[PreTrainedModel], config: PreTrainedConfig)
             batch = make_batch()
             wanted = run(copy_of(twin), batch)
         except NoTwinError as error:
-            return _refused(str(error))
+            return SplitProof.refused(str(error))
         proof = _compare(twin, batch, wanted)
-        if proof.problem and TOLERANCE < proof.difference < 1e-3:  # it may be rounding, which double precision shows
+        if proof.problem and TOLERANCE < proof.difference < ROUNDING:  # which double precision shows
             try:
                 twin = twin.double()
                 proof = _compare(twin, batch, run(copy_of(twin), batch))
@@ -85,32 +65,28 @@ def prove_pipeline(model_class: type[PreTrainedModel], config: PreTrainedConfig)
         return proof
 
 
-def _compare(twin: PreTrainedModel, batch: Mapping[str, torch.Tensor], wanted: Run) -> PipelineProof:
+def _compare(twin: PreTrainedModel, batch: Mapping[str, torch.Tensor], wanted: Run) -> SplitProof:
     try:
         found = _run_stages(twin, batch)
     except ToolkitError as error:
-        return _refused(error.problems[0].message)
+        return SplitProof.refused(error.problems[0].message)
     except Exception as error:  # code of any model
         place = failing_module(error, twin)
-        return _refused(
+        return SplitProof.refused(
             f"its stages do not run{f', at {place}' if place else ''}: {type(error).__name__}: {first_line(error)}"
         )
     worst = abs(found.loss - wanted.loss) if found.loss == found.loss else float("inf")
     if found.logits is None or wanted.logits is None:
-        return _refused("its stages return no scores")
+        return SplitProof.refused("its stages return no scores")
     worst = max(worst, difference(found.logits, wanted.logits))
     if not worst <= TOLERANCE:
-        return PipelineProof(difference=worst, kinds=(), problem=f"loss and scores of its stages differ by {worst:.1e}")
+        return SplitProof.refused(f"loss and scores of its stages differ by {worst:.1e}", difference=worst)
     for name, gradient in wanted.gradients.items():
-        own = found.gradients.get(name)
-        scale = max(SMALL, gradient.abs().max().item())
-        gap = float("inf") if own is None else difference(own / scale, gradient / scale)
+        gap = gradient_difference(found.gradients.get(name), gradient)
         worst = max(worst, gap)
         if not gap <= TOLERANCE:
-            return PipelineProof(
-                difference=gap, kinds=(), problem=f"the gradient of {name} differs by {gap:.1e} on its stage"
-            )
-    return PipelineProof(difference=worst, kinds=module_kinds(twin), problem="")
+            return SplitProof.refused(f"the gradient of {name} differs by {gap:.1e} on its stage", difference=gap)
+    return SplitProof(difference=worst, kinds=module_kinds(twin), problem="")
 
 
 def _run_stages(twin: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> Run:
@@ -147,7 +123,3 @@ def _run_stages(twin: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> Run
         for copy_key, kept in (info.tied_copy if info is not None else {}).items():
             made.gradients[copy_key] = made.gradients[kept]
     return made
-
-
-def _refused(problem: str) -> PipelineProof:
-    return PipelineProof(difference=float("inf"), kinds=(), problem=problem)

@@ -32,6 +32,26 @@ class NoTwinError(Exception):
     """No small twin of a model runs on the CPU, so that nothing can be proven of it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitProof:
+    """What the comparison of a twin and its parts showed.
+
+    Args:
+        difference: Largest difference from the twin: of loss and scores, and of gradients as a share of their largest element.
+        kinds: Patterns and classes of the twin's modules: of a model that has others, the twin has proven nothing.
+        problem: Why the model is refused; "" if it is not.
+    """
+
+    difference: float
+    kinds: tuple[str, ...]
+    problem: str
+
+    @classmethod
+    def refused(cls, problem: str, *, difference: float = float("inf")) -> SplitProof:
+        """Return the proof of a model that is refused."""
+        return cls(difference=difference, kinds=(), problem=problem)
+
+
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
     """Run real operations on the CPU in a `with` block, whatever modes and default devices are on, and leave no random state changed."""
@@ -139,6 +159,12 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, weight in model.named_parameters(remove_duplicate=False)
         if weight.grad is not None
     }
+
+
+def gradient_difference(found: torch.Tensor | None, wanted: torch.Tensor) -> float:
+    """Return the largest difference of a gradient, as a share of its largest element if that is above `SMALL`; infinite without one."""
+    scale = max(SMALL, wanted.abs().max().item())
+    return float("inf") if found is None else difference(found / scale, wanted / scale)
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor, *, least: float = 1.0) -> float:
