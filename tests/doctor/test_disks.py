@@ -58,8 +58,9 @@ def test_disks_of_other_sizes(tmp_path: Path) -> None:
 
 def test_a_disk_is_measured_once(tmp_path: Path) -> None:
     one = Place(title="cache", path=tmp_path / "cache", variable="v", large=True, beside=tmp_path / "runs")
-    (finding,) = disk_findings(one)
-    assert (finding.code, "MB/s" in finding.seen) == ("DISK", False)
+    # A disk with little room has a finding more.
+    found = {finding.code: finding.seen for finding in disk_findings(one)}
+    assert "MB/s" not in found["DISK"]
 
 
 def test_the_folders_of_a_run() -> None:
