@@ -151,6 +151,15 @@ def test_a_stage_is_one_live_line_on_a_terminal_and_makes_way_for_the_bar(clock:
     assert "importing" not in out.getvalue()[began:]
 
 
+def test_a_line_replaces_a_frame_that_the_thread_draws_at_the_same_time() -> None:
+    reporter, out = _reporter(terminal=True)
+    with reporter:
+        reporter.stage("importing torch")
+        began = out.tell()
+        reporter.say("data: 3 documents")
+        assert out.getvalue()[began:].startswith("\r\x1b[2Kdata: 3 documents\n")
+
+
 def test_the_cursor_is_never_hidden() -> None:
     """A process that is killed while it draws cannot show it again."""
     master, slave = pty.openpty()

@@ -125,7 +125,8 @@ class Terminal:
     def __enter__(self) -> Self:
         if self._is_live:
             with suppress(OSError):
-                self._live.start()
+                # With a frame to start from: otherwise the thread's first one may end up in front of a line that is being printed.
+                self._live.start(refresh=True)
         return self
 
     def __exit__(
