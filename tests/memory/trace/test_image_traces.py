@@ -4,6 +4,7 @@ import json
 
 import pytest
 from tiny_images import FAMILIES, image_job
+from tiny_plans import tiny_plan
 
 import toolkit as tk
 from toolkit.memory.trace.run import trace
@@ -48,6 +49,10 @@ def test_few_layers_of_each_family_are_all(family, way, tmp_path):
         assert trace(plan).parameters == trace(plan, all_layers=True).parameters
     else:
         assert_few_are_all(plan)
+
+
+def test_a_model_of_text_may_have_the_key_of_an_image_token():
+    assert TraceSpec.of(tiny_plan(config={"image_token_id": None})).image_token == 0
 
 
 def test_a_batch_has_the_images_of_its_rows(tmp_path):

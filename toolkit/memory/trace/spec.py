@@ -145,7 +145,9 @@ class TraceSpec(BuildOptions):
 
 
 def _image_token(plan: Plan) -> int:
-    """Return the token of an image in a model's configuration."""
+    """Return the token of an image in a model's configuration; 0 without images, which a model of text may name a token for and have none."""
+    if plan.image_inputs is None:
+        return 0
     config = plan.model.config
     return int(config.get("image_token_id", config.get("image_token_index", 0)))
 
