@@ -226,7 +226,7 @@ def test_figures_that_this_machine_has_learned_take_the_place_of_the_catalogues(
 
 
 def test_whole_experts_move_fewer_rows_send_as_much_and_say_what_they_assume():
-    def of(experts, **parallel):
+    def of(experts, choices=2, **parallel):
         made = tiny_plan(
             "mixtral",
             ranks=4,
@@ -238,7 +238,7 @@ def test_whole_experts_move_fewer_rows_send_as_much_and_say_what_they_assume():
                 "per_device_train_batch_size": 16,
                 "gradient_checkpointing": False,
             },
-            config={**SHAPE, "num_local_experts": 8, "num_key_value_heads": 8},
+            config={**SHAPE, "num_local_experts": 8, "num_key_value_heads": 8, "num_experts_per_tok": choices},
         )
         return step_time(made, trace_ranks(made))
 
@@ -249,6 +249,11 @@ def test_whole_experts_move_fewer_rows_send_as_much_and_say_what_they_assume():
     assert whole.high / whole.seconds > sliced.high / sliced.seconds
     assert any("equally often" in said for said in whole.assumptions)
     assert not any("equally often" in said for said in sliced.assumptions)
-    # In pieces of the sequence whole experts gather and scatter where sliced ones gather and sum.
-    pieces = [of(way, sequence_parallel=True).parts["tensor parallelism"] for way in ("sliced", "whole")]
+    # In pieces of the sequence whole experts gather and scatter where sliced ones gather and sum, and send a token only where its experts are
+    # if these are fewer than the ranks.
+    pieces = [
+        of(way, choices, sequence_parallel=True).parts["tensor parallelism"]
+        for way, choices in (("sliced", 2), ("whole", 4), ("whole", 2))
+    ]
     assert pieces[1] < 0.9 * pieces[0]
+    assert pieces[2] < 0.9 * pieces[1]

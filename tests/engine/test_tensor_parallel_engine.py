@@ -127,6 +127,27 @@ def cases() -> dict[str, Case]:
     made["whole experts sequence lora zero 3"] = Case(
         train=LORA_ATTENTION, stage=3, architecture="mixtral", **pieces, experts="whole"
     )
+    # Of tokens that choose fewer experts than there are ranks, which are sent where these are.
+    for stage in range(4):
+        made[f"whole experts dispatched zero {stage}"] = Case(
+            train=again,
+            stage=stage,
+            architecture="mixtral",
+            config={"num_experts_per_tok": 1},
+            steps=10,
+            tolerance=1e-4,
+            weight_tolerance=1e-4,
+            **pieces,
+            experts="whole",
+        )
+    made["whole experts dispatched lora zero 3"] = Case(
+        train=LORA_ATTENTION,
+        stage=3,
+        architecture="mixtral",
+        config={"num_experts_per_tok": 1},
+        **pieces,
+        experts="whole",
+    )
     made["whole experts zero 2"] = Case(train=again, stage=2, architecture="mixtral", **whole)
     made["padded zero 2"] = Case(train=SGD, stage=2, packing="none", architecture="qwen2", tensor=TENSOR)
     made["separated zero 1"] = Case(train=SGD, stage=1, packing="separated", architecture="qwen2", tensor=TENSOR)
@@ -138,7 +159,7 @@ CASES = cases()
 DEFAULT = (
     *("bf16 fp32 sums zero 1", "derived lora zero 2", "lora beside experts zero 2", "lora on head zero 2"),
     *("lora shared heads zero 2", "sequence fused zero 3", "sequence zero 0"),
-    "whole experts zero 2",
+    *("whole experts zero 2", "whole experts dispatched zero 3"),
 )
 
 # Of `tiny_models`: those whose styles are known.

@@ -43,25 +43,26 @@ class Level:
         self.now -= getattr(event, "size", 0)
 
 
-def peak_of(name: str, *, fake: bool, all_to_one: bool = False) -> int:
-    """Peak bytes of a pass of one of two tensor ranks, on tensors that have numbers or not."""
-    config = config_of(name)
-    with fake_world(Grid(tp=2), rank=0), contextlib.ExitStack() as stack:
+def peak_of(name: str, *, fake: bool, all_to_one: bool = False, num_ranks: int = 2) -> int:
+    """Peak bytes of a pass of one of two tensor ranks, on tensors that have numbers or not; of four, which dispatch tokens, in pieces."""
+    config, pieces = config_of(name), num_ranks == 4
+    with fake_world(Grid(tp=num_ranks), rank=0), contextlib.ExitStack() as stack:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
         styles = tp_plan_for(model, experts="whole")
-        apply_tensor_parallel(model, styles, tp_group=join_group(Grid(tp=2), 0, "tp"))
+        group = join_group(Grid(tp=num_ranks), 0, "tp")
+        apply_tensor_parallel(model, styles, tp_group=group, sequence_parallel=pieces)
         routing = "worst" if all_to_one else "balanced"
-        answers = [inplace_collectives]
+        answers = [inplace_collectives, *(() if fake else (_as_if_alike,))]
         if fake:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            answers.append(RowsOfRank(config, routing, num_ranks=2))
+            answers.append(RowsOfRank(config, routing, num_ranks=num_ranks))
         allocate(model, device=torch.device("cpu"))
         ids = torch.zeros((BATCH, LENGTH), dtype=torch.int64)
         if not fake:
             for weight in model.parameters():
                 nn.init.normal_(weight, std=0.02)
-        _route(model, spread=1 if all_to_one else 2)
+        _route(model, spread=1 if all_to_one else 2, alternates=pieces)
         level = Level()
         tracker = StorageTracker(level, cause=lambda: "", owner=lambda: None, answers=answers)
         tracker.ignore([*model.parameters(), *model.buffers(), ids])
@@ -70,11 +71,23 @@ def peak_of(name: str, *, fake: bool, all_to_one: bool = False) -> int:
     return level.peak
 
 
-def _route(model: nn.Module, *, spread: int) -> None:
-    """Have each token choose an expert of each of the first ranks: 2 of both ranks, 1 of the first alone."""
+def _as_if_alike(function: Any, args: Any, kwargs: Any) -> Any:
+    """Return of an all-to-all what would come if each rank had this one's tokens, which go to as many of each rank's experts."""
+    if function is not torch.ops._c10d_functional.all_to_all_single.default:
+        return NotImplemented
+    own, received, _, _ = args
+    if own.ndim == 2 and own.dtype == torch.int64:  # what they chose
+        return own[: received[0]].repeat(len(received), 1)
+    return own.clone()
+
+
+def _route(model: nn.Module, *, spread: int, alternates: bool) -> None:
+    """Have each token choose two experts: 2 one of both ranks, 1 those of the first; or of the first two of four ranks and the last two in turn."""
 
     def choose(module: nn.Module, args: Any, output: Any) -> Any:
         *others, ids = output
+        if alternates:
+            return *others, torch.arange(2) + 2 * (torch.arange(len(ids)) % 2).unsqueeze(-1)
         return *others, torch.arange(2).mul(spread).expand_as(ids).clone()
 
     for name, module in model.named_modules():
@@ -83,17 +96,19 @@ def _route(model: nn.Module, *, spread: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "all_to_one"),
+    ("name", "all_to_one", "num_ranks"),
     [
-        ("olmoe", False),
+        ("olmoe", False, 2),
+        ("olmoe", False, 4),
         *(
             pytest.param(*each, marks=pytest.mark.full)
-            for each in (("olmoe", True), ("mixtral", False), ("mixtral", True))
+            for each in (("olmoe", True, 2), ("mixtral", False, 2), ("mixtral", True, 2), ("mixtral", False, 4))
         ),
     ],
 )
-def test_a_trace_takes_what_real_tensors_take(name: str, all_to_one: bool) -> None:
-    assert peak_of(name, fake=True, all_to_one=all_to_one) == peak_of(name, fake=False, all_to_one=all_to_one)
+def test_a_trace_takes_what_real_tensors_take(name: str, all_to_one: bool, num_ranks: int) -> None:
+    found, wanted = (peak_of(name, fake=fake, all_to_one=all_to_one, num_ranks=num_ranks) for fake in (True, False))
+    assert found == wanted
 
 
 @pytest.mark.full
@@ -105,6 +120,26 @@ def test_few_layers_give_what_all_give(pieces: bool) -> None:
     )
     assert few.num_traced_layers < whole.num_traced_layers
     assert (few.forward, few.backward, few.after) == (whole.forward, whole.backward, whole.after)
+
+
+def test_tokens_that_choose_fewer_experts_than_there_are_ranks_are_sent_where_these_are() -> None:
+    def sent(**overrides: Any) -> dict[str, int]:
+        made = traced("mixtral", experts="whole", sequence_parallel=True, **overrides)
+        found: dict[str, int] = {}
+        for each in made.operations:
+            if each.kind == "collective" and each.phase == "forward":
+                found[each.name] = found.get(each.name, 0) + max(each.bytes_read, each.bytes_written) * each.count
+        return found
+
+    config = config_of("mixtral")
+    tokens, choices, width = BATCH * LENGTH, 2, config.hidden_size
+    gathered, dispatched = sent(tensor=2), sent(tensor=4)
+    assert "all_to_all_single" not in gathered
+    going = tokens // 4 * choices  # of a rank's shard, each to two ranks
+    # bf16 hidden states there and back, 8 bytes of which experts and 4 of how much of each, and the number of tokens for each rank.
+    of_layer = 2 * going * width * 2 + going * choices * (8 + 4) + 4 * 8
+    assert dispatched["all_to_all_single"] == config.num_hidden_layers * of_layer
+    assert dispatched["reduce_scatter_tensor"] < gathered["reduce_scatter_tensor"]
 
 
 def test_ranks_of_whole_experts_keep_fewer_rows_and_the_same_weights() -> None:

@@ -75,18 +75,18 @@ def errors_of(
     return worst
 
 
-def choosing_two(implementation: str) -> PreTrainedModel:
-    """A model all of whose tokens choose the first two experts, which are those of the first rank."""
-    model = dense_model("mixtral", output_router_logits=False)
+def choosing_the_first(count: int, implementation: str) -> PreTrainedModel:
+    """A model all of whose tokens choose the first one or two experts, which are those of the first rank."""
+    model = dense_model("mixtral", output_router_logits=False, num_experts_per_tok=count)
     model.set_experts_implementation(implementation)
     for layer in model.model.layers:
         router = layer.mlp.gate
 
-        def first_two(module: nn.Module, args: Any, output: Any) -> Any:
+        def first(module: nn.Module, args: Any, output: Any) -> Any:
             logits, weights, ids = output
-            return logits, weights, torch.arange(2).expand_as(ids)
+            return logits, weights, torch.arange(count).expand_as(ids)
 
-        router.register_forward_hook(first_two)
+        router.register_forward_hook(first)
     return model
 
 
@@ -99,10 +99,15 @@ SCENES = (
     "olmoe recomputed",
     "no tokens, eager",
     "no tokens, grouped_mm",
+    *(f"{name} dispatched" for name in (*WRITTEN, "qwen2_moe")),
+    *(f"no tokens, {way}, dispatched" for way in ("eager", "grouped_mm")),
 )
 BY_DEFAULT = (
     "mixtral",
     "olmoe in pieces",
+    "olmoe dispatched",
+    "no tokens, eager, dispatched",
+    "no tokens, grouped_mm, dispatched",
     "deepseek_v3",
     "gpt_oss",
     "olmoe recomputed",
@@ -135,13 +140,18 @@ def scenes(rank: int, chosen: tuple[str, ...]) -> dict[str, float]:
     for scene in chosen:
         name, _, kind = scene.partition(" ")
         if name == "no":
-            found[scene] = errors_of(choosing_two(kind.partition(" ")[2]), batch(), group)
+            way, _, dispatched = kind.removeprefix("tokens, ").partition(", ")
+            model = choosing_the_first(1 if dispatched else 2, way)
+            found[scene] = errors_of(model, batch(8 if dispatched else 9), group, pieces=bool(dispatched))
         elif name in DERIVED:
             found[scene] = errors_of(twin_of(name), make_batch(), group, pieces=kind == "in pieces")
         else:
-            pieces, recomputes = kind == "in pieces", kind == "recomputed"
+            # Tokens go to the ranks of their experts if they choose fewer of these than there are ranks.
+            choices = {"num_experts_per_tok": 1} if kind == "dispatched" else {}
+            pieces, recomputes = kind in ("in pieces", "dispatched"), kind == "recomputed"
             inputs = batch(8 if pieces else 9)
-            found[scene] = errors_of(dense_model(name, 2), inputs, group, pieces=pieces, recomputes=recomputes)
+            model = dense_model(name, 2, **choices)
+            found[scene] = errors_of(model, inputs, group, pieces=pieces, recomputes=recomputes)
     return found
 
 

@@ -8,6 +8,7 @@ Source:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,6 +99,20 @@ def all_to_all(pieces: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tenso
     """
     ones = [1] * group.size()
     return Pending(tensor=_ops.all_to_all_single(pieces.contiguous(), ones, ones, group.group_name)).wait()
+
+
+def all_to_all_rows(
+    rows: torch.Tensor, *, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return the rows, along the first dimension, that the ranks have for this one, in the order of the ranks.
+
+    Args:
+        rows: Rows for the first rank, then those for the second, and so on. Shape (S, …).
+        sent: How many of them are for each rank.
+        received: How many each rank has for this one.
+    """
+    found = _ops.all_to_all_single(rows.contiguous(), list(received), list(sent), group.group_name)
+    return Pending(tensor=found).wait()
 
 
 def broadcast(tensor: torch.Tensor, *, source: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -166,13 +166,16 @@ class ThreadGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: torch.Tensor, own: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> dist.Work:
-        """Give each rank its piece of every rank's tensor; pieces are equal."""
+        """Give each rank its piece of every rank's tensor; pieces are equal where no sizes are given."""
 
-        def pick(all_ranks: list[torch.Tensor]) -> None:
-            pieces = [of_rank.chunk(self.size())[self._rank] for of_rank in all_ranks]
+        def pick(all_ranks: list[tuple[torch.Tensor, list[int]]]) -> None:
+            pieces = [
+                (torch.split(rows, sizes) if sizes else rows.chunk(self.size()))[self._rank]
+                for rows, sizes in all_ranks
+            ]
             output.copy_(torch.cat(pieces).view_as(output))
 
-        self._rendezvous.exchange(self._rank, own, pick)
+        self._rendezvous.exchange(self._rank, (own, list(input_sizes)), pick)
         return _Done()
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]  # its older name

@@ -4,20 +4,22 @@ Every rank of the group has all tokens and the same routing, so that nothing is 
 them, and the sum over the ranks joins all choices of a token. That is an all-reduce forward and one backward, the same bytes as of sliced
 experts (`toolkit.tensor_parallel.experts`), for fewer rows and wider matrix products.
 
-With sequence parallelism each rank routes the tokens of its shard, and the experts gather tokens and routing and scatter the sums: an all-gather
-and a reduce-scatter, together the bytes of one all-reduce. An all-to-all would send K rows of each token to the ranks that own them in place of
-one to each rank, K / tp times as much: less only where a token chooses fewer experts than there are ranks.
+With sequence parallelism each rank routes the tokens of its shard. Where a token chooses fewer experts than there are ranks, an all-to-all
+sends it to each rank that owns one of them, once, and a second one returns those ranks' sums: at most K / tp of the bytes that all ranks would
+need to see all tokens. Elsewhere most ranks own an expert of most tokens, and an all-gather and a reduce-scatter, whose sizes the host knows
+beforehand, are the shorter way.
 
-N: tokens, K: choices of a token, R: rows of this rank, pairs of a token and one of its choices, D: width.
+N: tokens, K: choices of a token, R: rows of this rank, pairs of a token and one of its choices, D: width, n: tokens of a rank's shard,
+S: tokens that it sends, T: those that it receives.
 
 Source:
-    arXiv 2101.03961, section 2.2, for the placement; megatron-core transformer/moe/token_dispatcher.py MoEAllGatherTokenDispatcher.
+    arXiv 2101.03961, section 2.2, for the placement; megatron-core transformer/moe/token_dispatcher.py MoEAllGatherTokenDispatcher and
+    MoEAlltoAllTokenDispatcher, which sends a token once for each choice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -27,9 +29,10 @@ from torch import nn
 from torch.autograd import Function
 from transformers.integrations import moe
 
-from toolkit.distributed.collectives import all_gather
+from toolkit.distributed.collectives import all_gather, all_to_all
 from toolkit.tensor_parallel.autograd import (
     copy_to_region,
+    exchange_rows,
     gather_from_sequence,
     reduce_from_region,
     reduce_scatter_to_sequence,
@@ -54,7 +57,9 @@ def place_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup, sequence_p
 
     Collectives:
         forward: all-reduce of the output; backward: all-reduce of the gradients of the input and of the routing weights. With
-        `sequence_parallel` forward: all-gather of the input and its routing, reduce-scatter of the output; backward: their duals.
+        `sequence_parallel` forward: all-gather of the input and its routing, reduce-scatter of the output; or, where a token chooses fewer
+        experts than there are ranks, all-to-alls of how many tokens go where, of these and their routing, and of the output. Backward: the
+        duals.
     """
     shards = whole_expert_shards(experts)
     count, own = num_experts(experts), num_experts(experts) // tp_group.size()
@@ -66,21 +71,29 @@ def place_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup, sequence_p
         if getattr(experts, name, None) == count:
             setattr(experts, name, own)
 
-    def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        call = _Call.of(args, kwargs)
-        enter = partial(gather_from_sequence, dim=0) if sequence_parallel else copy_to_region
-        x, weights = (enter(each, tp_group=tp_group) for each in (call.x, call.weights))
-        ids = all_gather(call.ids, dim=0, group=tp_group) if sequence_parallel else call.ids
+    def compute(module: Any, call: _Call, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the sums of what this rank's experts compute for tokens that may have chosen them. Shapes (N, D) to (N, D)."""
         rows = _Rows.of(ids, first=first, count=own, by_expert=_runs_grouped(module))
-        inputs, chosen = rows.take(x.flatten(0, -2)), rows.weights(weights)
+        inputs, chosen = rows.take(x), rows.weights(weights)
         if _runs_grouped(module):
             output = _grouped(module, inputs, rows.experts, chosen, count=own)
         else:
             args, kwargs = call.replaced(inputs, rows.experts.unsqueeze(-1), chosen)
             output = type(module).forward(module, *args, **kwargs)
-        summed = rows.add(output, num_tokens=len(ids), dtype=x.dtype).view(x.shape)
-        leave = partial(reduce_scatter_to_sequence, dim=0) if sequence_parallel else reduce_from_region
-        return leave(summed, tp_group=tp_group)
+        return rows.add(output, num_tokens=len(ids), dtype=x.dtype)
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = _Call.of(args, kwargs)
+        x, ids, weights = call.x.flatten(0, -2), call.ids, call.weights
+        if sequence_parallel and ids.shape[-1] < tp_group.size():
+            sent = _Dispatch.of(ids, experts_per_rank=own, tp_group=tp_group)
+            return sent.combine(compute(module, call, *sent.dispatch(x, ids, weights)), like=x).view(call.x.shape)
+        if sequence_parallel:
+            x, weights = (gather_from_sequence(each, dim=0, tp_group=tp_group) for each in (x, weights))
+            summed = compute(module, call, x, all_gather(ids, dim=0, group=tp_group), weights)
+            return reduce_scatter_to_sequence(summed, dim=0, tp_group=tp_group).view(call.x.shape)
+        x, weights = (copy_to_region(each, tp_group=tp_group) for each in (x, weights))
+        return reduce_from_region(compute(module, call, x, ids, weights), tp_group=tp_group).view(call.x.shape)
 
     experts.forward = MethodType(forward, experts)
 
@@ -166,6 +179,63 @@ class _Call:
         return tuple(found[id(each)] for each in self.args), {
             name: found[id(each)] for name, each in self.kwargs.items()
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Dispatch:
+    """Which tokens of this rank's shard go to which rank of the group, and how many come from each.
+
+    Args:
+        tokens: Tokens for the first rank, then those for the second, and so on. Shape (S,).
+        sent: How many go to each rank; S together.
+        received: How many come from each; T together.
+        tp_group: The ranks.
+    """
+
+    tokens: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    tp_group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, *, experts_per_rank: int, tp_group: dist.ProcessGroup) -> _Dispatch:
+        """Send each token once to every rank that owns an expert which it chose. The host waits for the numbers.
+
+        Args:
+            ids: Experts that each token chose. Shape (n, K).
+            experts_per_rank: Experts of each rank.
+            tp_group: The ranks.
+        """
+        num_ranks, num_tokens = tp_group.size(), len(ids)
+        owners = (ids // experts_per_rank).T
+        goes = torch.zeros((num_ranks, num_tokens), dtype=torch.bool, device=ids.device).scatter_(0, owners, True)
+        places = torch.arange(num_tokens, device=ids.device).expand_as(goes)
+        tokens, counts = torch.masked_select(places, goes), goes.sum(1)
+        numbers = torch.cat([counts, all_to_all(counts, group=tp_group)]).cpu()
+        sizes = [int(number) for number in numbers.unbind()]
+        return cls(tokens=tokens, sent=sizes[:num_ranks], received=sizes[num_ranks:], tp_group=tp_group)
+
+    def dispatch(self, x: torch.Tensor, *routing: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return hidden states, chosen experts and their weights of the tokens that come to this rank; one of zeros if none comes.
+
+        Shapes (n, D), (n, K), (n, K) to (T, D), (T, K), (T, K).
+        """
+        rows = [_Take.apply(x, self.tokens), *(each.index_select(0, self.tokens) for each in routing)]  # type: ignore[no-untyped-call]
+        found = [self._exchange(each, self.sent, self.received) for each in rows]
+        return tuple(found) if self._any else tuple(nn.functional.pad(each, (0, 0, 0, 1)) for each in found)
+
+    def combine(self, summed: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks of what they computed for each token. Shapes (T, D) to (n, D)."""
+        returned = self._exchange(summed if self._any else summed[:0], self.received, self.sent)
+        total: torch.Tensor = _Add.apply(returned, self.tokens, len(like), like.dtype)  # type: ignore[no-untyped-call]
+        return total
+
+    @property
+    def _any(self) -> bool:
+        return sum(self.received) > 0
+
+    def _exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        return exchange_rows(rows, sent=sent, received=received, tp_group=self.tp_group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

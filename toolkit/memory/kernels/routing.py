@@ -31,7 +31,10 @@ WHOLE = {
 
 
 class RowsOfRank:
-    """Result of the operation by which whole experts (`toolkit.tensor_parallel.whole_experts`) pick the rows of their rank.
+    """Results of the operations by which whole experts (`toolkit.tensor_parallel.whole_experts`) pick rows and ranks.
+
+    A selection by a mask of shape (ranks, tokens) is that of the tokens that go to each rank, whose numbers are then read, and those of the
+    tokens that come; one by a mask of pairs of tokens and choices is that of the rows of the rank's own experts.
 
     Args:
         config: Configuration of the model.
@@ -44,16 +47,32 @@ class RowsOfRank:
         self._num_ranks = num_ranks
         self._own = max(_expert_counts(config), default=num_ranks) // num_ranks
         self._num_choices = max(_choices(config), default=1)
+        self._numbers: Iterator[int] = iter(())
+        self._of_dispatched = False
 
     def __call__(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return as many places as the routing gives this rank; NotImplemented for any other operation."""
+        """Return as many places as the routing gives this rank, or their number; NotImplemented for any other operation."""
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return next(self._numbers, NotImplemented)
         if function is not torch.ops.aten.masked_select.default:
             return NotImplemented
-        places, pairs = args[0], args[1].numel()
-        rows = -(-pairs // self._num_ranks)
-        if self.routing == "worst":  # a token chooses an expert at most once
-            rows = pairs // self._num_choices * min(self._num_choices, self._own)
+        places, mask = args
+        rows = self._sent(mask.shape[1]) if mask.ndim == 2 else self._rows(mask.numel())
         return places.new_empty((max(1, rows),))
+
+    def _sent(self, num_tokens: int) -> int:
+        """Return how many tokens go to all ranks: each to as many as it has choices, and in the worst case all tokens come here."""
+        sent = num_tokens * min(self._num_choices, self._num_ranks)
+        each = [sent // self._num_ranks + (rank < sent % self._num_ranks) for rank in range(self._num_ranks)]
+        self._numbers = iter([*each, *(each if self.routing == "balanced" else [num_tokens] * self._num_ranks)])
+        self._of_dispatched = True
+        return sent
+
+    def _rows(self, pairs: int) -> int:
+        of_dispatched, self._of_dispatched = self._of_dispatched, False
+        if self.routing == "worst":  # a token chooses an expert at most once
+            return pairs // self._num_choices * min(self._num_choices, self._own)
+        return pairs // self._num_choices if of_dispatched else -(-pairs // self._num_ranks)
 
 
 class LoopedExperts:

@@ -126,7 +126,7 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                 if num_owners > 1:
                     own = RowsOfRank(empty.config, spec.routing, num_ranks=num_owners)
                 rules: list[FakeOpRule] = [disable_layer_dropout, inplace_collectives]
-                rules += [rule for rule in (looped, own) if rule is not None]
+                rules += [rule for rule in (own, looped) if rule is not None]
                 if spec.images is not None:
                     rules.append(known_values)
                 losses = _losses(spec, made, tp_group)
