@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 from pathlib import Path
 
@@ -124,10 +125,35 @@ def test_the_kernel_is_kept_for_a_processor_and_has_no_instructions_that_it_lack
     built = set()
     for flags in ("sse2", "sse2 avx2 fma f16c", "sse2 avx2"):
         monkeypatch.setattr(host_adamw, "_processor", lambda flags=flags: f"flags : {flags}")
-        built.add(host_adamw._built())
+        with host_adamw._folder() as folder:
+            built.add(host_adamw._built(folder))
     assert len(built) == 3
     assert all(path.is_relative_to(tmp_path) for path in built)
     assert ["-mavx2" in line for line in said.read_text().splitlines()] == [False, True, False]
+
+
+def test_a_library_that_another_user_could_have_put_there_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As after another user has made the folder: what can be written by all may hold anything by the kernel's name."""
+    if host_adamw.kernel() is None:
+        pytest.skip("no C++ compiler here")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv(NO_CACHE_SWITCH, "1")
+    with host_adamw._folder() as folder:
+        planted = host_adamw._built(folder)
+    assert planted.is_relative_to(temporary), "the next process need not compile"
+    planted.write_bytes(b"no library")
+    folder.parent.chmod(0o777)
+    host_adamw.kernel.cache_clear()
+    try:
+        assert host_adamw.kernel() is not None
+    finally:
+        host_adamw.kernel.cache_clear()
+    assert planted.read_bytes() == b"no library"
+    assert [path.name for path in temporary.iterdir()] == [folder.parent.name], "the process's own folder is gone"
 
 
 def test_steps_are_counted_as_the_optimizer_does_whose_place_it_takes() -> None:

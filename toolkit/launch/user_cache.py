@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from pathlib import Path
 
 # Environment variable; any value but the empty one has nothing read or kept there.
@@ -20,6 +22,21 @@ def user_cache_folder() -> Path | None:
     set_to = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = set_to if set_to.is_absolute() else Path(os.environ.get("HOME", "/")) / ".cache"
     return base / "accelerator-toolkit"
+
+
+def own_temporary_folder() -> Path | None:
+    """Return this user's folder of temporary files, made now; None where another user has a folder of its name or can write to it.
+
+    All users make files in the folder of temporary files, so what is found there by name may be another's: a library to load, say.
+    """
+    folder = Path(tempfile.gettempdir()) / f"accelerator-toolkit-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()  # of a link, not of what it leads to
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return folder if is_own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
 
 
 def user_config_folder() -> Path:

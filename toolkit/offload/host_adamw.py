@@ -17,7 +17,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.launch.user_cache import user_cache_folder
+from toolkit.launch.user_cache import own_temporary_folder, user_cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +200,8 @@ def factors_of(group: dict[str, Any], *, step: int, gradient: float) -> StepFact
 def kernel() -> Any:
     """Return the compiled kernel; None, with one warning, where it cannot be compiled."""
     try:
-        library = ctypes.CDLL(str(_built()))  # ctypes releases the interpreter during a call
+        with _folder() as folder:
+            library = ctypes.CDLL(str(_built(folder)))  # ctypes releases the interpreter during a call
     except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         logger.warning("The host steps AdamW by torch, three times slower: its kernel cannot be compiled (%s)", said[0])
@@ -212,12 +214,22 @@ def kernel() -> Any:
     return library
 
 
-def _built() -> Path:
-    """Return the compiled kernel's file, compiled now if this machine's cache has none for its processor."""
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Yield the folder of compiled kernels: the user's cache, or of temporary files, one that nobody else can write."""
+    folder = user_cache_folder() or own_temporary_folder()
+    if folder is not None:
+        yield folder / "kernels"
+        return
+    with tempfile.TemporaryDirectory() as scratch:  # a library that is loaded needs its file no more
+        yield Path(scratch)
+
+
+def _built(folder: Path) -> Path:
+    """Return the compiled kernel's file in a folder, compiled now if it has none for this machine's processor."""
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or "g++"]
     named = _SOURCE.read_bytes() + _processor().encode() + " ".join(compiler).encode()
-    folder = user_cache_folder() or Path(tempfile.gettempdir()) / f"accelerator-toolkit-{os.getuid()}"
-    target = folder / "kernels" / f"adamw-{hashlib.sha256(named).hexdigest()[:16]}.so"
+    target = folder / f"adamw-{hashlib.sha256(named).hexdigest()[:16]}.so"
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
