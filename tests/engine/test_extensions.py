@@ -51,6 +51,8 @@ def test_torchs_fused_adamw_takes_the_place_of_one_whose_compilation_fails(
     )
     with caplog.at_level(logging.WARNING, logger="toolkit"), tk.initialize(plan) as run:
         assert run.plan.job.train.optimizer == "adamw_torch_fused"
+        said = [record.getMessage() for record in caplog.records if record.name.startswith("toolkit.")]
+        assert said[0] == "compiling DeepSpeed's CPUAdam (minutes, the first time only)"
         assert (
             "torch's fused AdamW replaces DeepSpeed's CPUAdam, which cannot be built here: adam.cpp:1:10" in caplog.text
         )
@@ -63,19 +65,26 @@ def test_torchs_fused_adamw_takes_the_place_of_one_whose_compilation_fails(
 
 
 @pytest.mark.parametrize("case", ["a checkpoint", "an optimizer that torch lacks"])
-def test_what_nothing_can_take_the_place_of_ends_the_run(broken_compiler: None, not_loaded: None, case: str) -> None:
+def test_what_nothing_can_take_the_place_of_ends_the_run(
+    broken_compiler: None, not_loaded: None, case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     optimizer = "adamw" if case == "a checkpoint" else "lion"
     plan = tiny_plan(ranks=1, parallel=OFFLOAD, train={"optimizer": optimizer})
+    said: list[str] = []
     world = init_world(plan.grid, backend="gloo")
     try:
         with pytest.raises(RunError, match=r"whose compilation failed: adam.cpp:1:10") as caught:
-            build_extensions(plan, world, may_replace=case != "a checkpoint")
+            build_extensions(plan, world, may_replace=case != "a checkpoint", say=said.append)
     finally:
         destroy_world(world)
     assert caught.value.codes == ("BUILD_FAILED",)
+    name = "adam" if case == "a checkpoint" else "lion"
+    assert said == [f"compiling DeepSpeed's CPU{name.title()} (minutes, the first time only)"]
     if case != "a checkpoint":
+        (tmp_path / "extensions" / f"cpu_{name}" / f"cpu_{name}.so").touch()
         with pytest.raises(RunError, match="BUILD_FAILED"):
             tk.initialize(plan)
+        assert "compiling" not in caplog.text, "there is one of an earlier run"
         assert not torch.distributed.is_initialized(), "a notebook goes on"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -14,14 +15,16 @@ from toolkit.distributed.world import World
 from toolkit.errors import Problem, RunError
 from toolkit.launch.build_locks import delete_stale_locks
 from toolkit.launch.build_tools import build_settings, built_with, missing_tools, tool_problem
-from toolkit.launch.builds import build_failed, with_other_adamw
+from toolkit.launch.builds import announcement, build_failed, with_other_adamw
 from toolkit.launch.extensions import Extension, Machine, extensions_of
 from toolkit.planning.plan import Plan
 
 logger = logging.getLogger(__name__)
 
 
-def build_extensions(plan: Plan, world: World, *, may_replace: bool = True) -> Plan:
+def build_extensions(
+    plan: Plan, world: World, *, may_replace: bool = True, say: Callable[[str], None] = logger.warning
+) -> Plan:
     """Compile and load what a plan needs of DeepSpeed's extensions, one rank on each node.
 
     Args:
@@ -29,6 +32,7 @@ def build_extensions(plan: Plan, world: World, *, may_replace: bool = True) -> P
         world: All ranks.
         may_replace: Whether torch's fused AdamW may take the place of DeepSpeed's where that cannot be built on some node; a checkpoint
             of DeepSpeed's has another state.
+        say: Called by the main rank with a line before what its machine lacks is compiled.
 
     Returns:
         The plan, with torch's AdamW where it has taken DeepSpeed's place.
@@ -41,6 +45,9 @@ def build_extensions(plan: Plan, world: World, *, may_replace: bool = True) -> P
     """
     if not extensions_of(plan):
         return plan
+    machine = Machine()
+    if world.is_main and (lacking := [one for one in machine.compiles(plan) if not machine.has_built(one)]):
+        say(announcement(lacking))
     failed = run_with_heartbeat(world, lambda: _failures(plan) if world.local_rank == 0 else [])
     everywhere = [failed]
     if world.size > 1:

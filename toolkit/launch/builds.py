@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast, get_args
 
@@ -48,6 +48,11 @@ def with_other_adamw(plan: Plan, title: str, why: str) -> tuple[Plan, str]:
     return made, f"torch's fused AdamW replaces DeepSpeed's {title}, which cannot be built here: {why}"
 
 
+def announcement(extensions: Iterable[Extension]) -> str:
+    """Return the line that is shown before extensions are compiled."""
+    return f"compiling DeepSpeed's {' and '.join(one.title for one in extensions)} (minutes, the first time only)"
+
+
 def build_failed(extension: Extension, why: str) -> Problem:
     """Return the problem of an extension whose tools are there and whose compilation failed."""
     instead = f", or {extension.instead}" if extension.instead else ""
@@ -74,8 +79,7 @@ def _build(plan: Plan, consumer: Consumer) -> None:
     ]
     if not lacking:
         return
-    titles = " and ".join(extension.title for extension in lacking)
-    print(f"compiling DeepSpeed's {titles} (minutes, the first time only) ...", file=sys.stderr)
+    print(f"{announcement(lacking)} ...", file=sys.stderr)
     try:
         results = list(build_all(lacking, machine, capability=plan.gpu.known_capability))
     except subprocess.TimeoutExpired as error:

@@ -26,7 +26,6 @@ from toolkit.engine.preparation import prepare_in_turn
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, PlanError, raise_all
 from toolkit.io import write_json
-from toolkit.launch.extensions import Machine
 from toolkit.launch.local import LOGS
 from toolkit.launch.packages import tracker_problems
 from toolkit.modeling.proofs import proofs_of
@@ -225,11 +224,7 @@ def _resume(run: Run, point: ResumePoint, reporter: Reporter, *, skips: bool, co
 
 def _built(plan: Plan, world: World, reporter: Reporter, point: ResumePoint | None) -> Plan:
     """Compile what DeepSpeed loads; return the plan, with torch's AdamW where DeepSpeed's cannot be built and no checkpoint has its state."""
-    machine = Machine()
-    titles = " and ".join(one.title for one in machine.compiles(plan) if not machine.has_built(one))
-    if titles:
-        reporter.stage(f"compiling DeepSpeed's {titles} (minutes, the first time only)")
-    made = build_extensions(plan, world, may_replace=point is None)
+    made = build_extensions(plan, world, may_replace=point is None, say=reporter.stage)
     if made is not plan and world.is_main:
         configs = plan.output_dir / "configs"
         if configs.is_dir():  # written by the command that started this rank
