@@ -20,10 +20,9 @@ from toolkit.arguments import checks_arguments
 from toolkit.distributed.fake import fake_world
 from toolkit.distributed.process_groups import join_group
 from toolkit.distributed.world import World, destroy_world, init_world
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, RunError
 from toolkit.launch.identity import rank_from_environment
 from toolkit.topology.grid import AXES, Axis, Grid
-from toolkit.units import whole_number
 
 __all__ = ["Grid", "World", "destroy", "fake", "from_device_mesh", "init", "to_device_mesh"]
 
@@ -49,7 +48,7 @@ def init(*, pp: int = 1, tp: int = 1, backend: Literal["nccl", "gloo"] | None = 
             key="init",
             message=f"this process has joined torch's groups as rank {dist.get_rank()} of {dist.get_world_size()}, but the "
             f"launcher's variables make it rank {rank} of {size}",
-            fix="Start it with torchrun, or pass a mesh of torch's to from_device_mesh, which reads no variables",
+            fix="Start it with torchrun, or pass a mesh of torch's to from_device_mesh, which takes the ranks from torch",
         )
     if pp > 0 and tp > 0 and size % (pp * tp):
         raise PlanError.of(
@@ -105,13 +104,24 @@ def from_device_mesh(mesh: DeviceMesh) -> World:
     is_cuda = mesh.device_type == "cuda"
     return World(
         rank=rank,
-        local_rank=rank if (local_rank := whole_number(os.environ.get("LOCAL_RANK"))) is None else local_rank,
+        local_rank=_local_rank(rank, grid.world_size),
         device=torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device(mesh.device_type),
         grid=grid,
         coordinate=grid.coordinate(rank),
         dp_group=mesh.get_group("dp") if "dp" in sizes else join_group(grid, rank, "dp"),
         tp_group=mesh.get_group("tp") if grid.tp > 1 else None,
         owns_groups=False,
+    )
+
+
+def _local_rank(rank: int, size: int) -> int:
+    """Return what a launcher's or scheduler's variables say of this rank; its own number if they say nothing of the groups it has joined."""
+    try:
+        identity = rank_from_environment(os.environ)
+    except RunError:  # a script that has joined by other means may leave them incomplete
+        return rank
+    return (
+        identity.local_rank if identity is not None and (identity.rank, identity.world_size) == (rank, size) else rank
     )
 
 
