@@ -96,6 +96,29 @@ def test_weights_of_the_base_must_all_be_there(tmp_path: Path) -> None:
     assert {*caught.value.codes} == {"WEIGHTS_MISSING", "WEIGHTS_UNEXPECTED"}
 
 
+@pytest.mark.parametrize(
+    ("auto", "architecture", "stray"),
+    [
+        (AutoModelForCausalLM, "llama", "model.extra.weight"),
+        (AutoModelForMaskedLM, "bert", "bert.embeddings.language_embeddings.weight"),
+        (AutoModel, "bert", "embeddings.language_embeddings.weight"),
+    ],
+)
+def test_a_weight_of_the_base_that_the_model_lacks_is_no_head(
+    tmp_path: Path, auto: Any, architecture: str, stray: str
+) -> None:
+    folder = saved(tmp_path, auto, architecture)
+    write_config(folder, task_config(architecture))
+    tensors = load_file(folder / "model.safetensors")
+    of_heads = {"mask_predictions.dense.weight": torch.ones(2), "qa_outputs.bias": torch.ones(2)}
+    save_file(tensors | of_heads, folder / "model.safetensors", metadata={"format": "pt"})
+    built(folder, "token-classification")
+    save_file(tensors | of_heads | {stray: torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"has 1 tensor that the model does not have: {stray}") as caught:
+        built(folder, "token-classification")
+    assert caught.value.codes == ("WEIGHTS_UNEXPECTED",)
+
+
 def test_a_causal_model_still_needs_its_head(tmp_path: Path) -> None:
     folder = saved(tmp_path, AutoModel, "llama")
     write_config(folder, task_config("llama"))

@@ -37,6 +37,18 @@ def may_be_new(key: str, heads: tuple[str, ...]) -> bool:
     return key.startswith(tuple(f"{name}." for name in heads)) or ".pooler." in key
 
 
-def may_be_left(key: str) -> bool:
-    """Return whether a classifier may leave a pretrained weight unread: one outside the layers, such as the head of another task."""
-    return _NUMBERED.search(key) is None
+def may_be_left(key: str, model: Any) -> bool:
+    """Return whether a classifier may leave a pretrained weight unread: of another task's head, or of a pooler, which not all tasks have.
+
+    A head is what stands outside of the base model and its layers. Its names are no closed list: files of DeBERTa-v3 have a
+    `mask_predictions` that no class of transformers has. Keys may lack the base model's prefix, as those of a base model saved alone do.
+
+    Args:
+        key: Key of the checkpoint that no tensor of the model is read from.
+        model: The `PreTrainedModel`.
+    """
+    first, *rest = parts = key.split(".")
+    base = model.base_model
+    in_base = first == model.base_model_prefix or (bool(rest) and first in dict(base.named_children()))
+    in_base = in_base or first in dict(base.named_parameters(recurse=False))
+    return "pooler" in parts or not (in_base or _NUMBERED.search(key))

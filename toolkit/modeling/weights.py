@@ -167,7 +167,7 @@ def plan_loading(
         if _matches(key, model._keys_to_ignore_on_load_missing) or (new_head and may_be_new(key, heads))
     )
     problems.extend(_missing([key for key in absent if key not in initialized and key not in aliases]))
-    unread = [key for key in unmatched if not (new_head and may_be_left(key))]
+    unread = [key for key in unmatched if not (new_head and may_be_left(key, model))]
     problems.extend(_unexpected([key for key in unread if not _matches(key, _ignored(model))]))
     report = LoadReport(
         num_tensors=sum(len(keys) for _, keys in planned),
