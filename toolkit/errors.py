@@ -138,7 +138,7 @@ class CheckError(ToolkitError):
 
 
 class RunError(ToolkitError):
-    """The run itself failed: a rank died, a disk is full, a port is taken."""
+    """The run itself failed, or this machine cannot start it: a rank died, a disk or the RAM is full, a port is taken."""
 
     exit_code = 3
 

@@ -141,9 +141,12 @@ def test_a_finished_run_is_pushed_as_its_job_says(root, capsys, monkeypatch):
 
     monkeypatch.setattr("toolkit.exporter.hub.push", fail)
     done = export_finished(plan)
-    assert done.hub is None, "the run and its export are whole"
-    assert (done.folder / "adapter_model.safetensors").is_file()
-    assert "HUB_FAILED" in capsys.readouterr().err
+    assert (done.hub, done.exit_code) == (None, 3)
+    assert (done.folder / "adapter_model.safetensors").is_file(), "the run and its export are whole"
+    said = capsys.readouterr().err
+    assert "HUB_FAILED" in said
+    assert said.splitlines()[-1] == f"  {done.again}"
+    assert done.again.endswith(" --overwrite --push-to-hub me/mine --public")
 
 
 def test_an_adapter_and_its_merged_model_say_the_same(root, capsys, ids, tmp_path):

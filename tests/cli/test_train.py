@@ -540,6 +540,68 @@ def test_ctrl_c_while_it_exports_says_how_to_export(root, whole, tmp_path):
         (tmp_path / "aside").rename(out / "export")
 
 
+@contextmanager
+def no_large_file(process: int = 0) -> Iterator[None]:
+    """Keeps a process, this one or another, from writing files of weights, as a disk without room does."""
+    before = resource.prlimit(process, resource.RLIMIT_FSIZE)
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        yield
+    finally:
+        if not process:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_failed_export_fails_the_command_and_loses_nothing(root, whole, tmp_path, capsys):
+    out, last = root / "whole", root / "whole" / f"checkpoint-{STEPS}"
+    argv = ["train", str(root / "whole.yaml"), "--resume", "latest", "--json"]
+    command = f"toolkit export {last} --overwrite"
+    (out / "export").rename(tmp_path / "aside")
+    before = files(out)
+    try:
+        with no_large_file():
+            assert main(argv) == 3
+        shown = capsys.readouterr()
+        answer = json.loads(shown.out)
+        assert (answer["exit_code"], answer["export"], answer["next_command"]) == (3, None, command)
+        assert answer["checkpoint"] == str(last)
+        said = shown.err.splitlines()
+        assert codes(said[-3:-2]) == ["EXPORT_WRITE"]
+        assert said[-2:] == [
+            f"the export failed, but the run is complete: its checkpoint, {last}, is whole. Export it with:",
+            f"  {command}",
+        ]
+        assert files(out) == before
+        state = last / "state.json"
+        written = state.read_bytes()
+        state.write_bytes(written + b" ")
+        assert main(argv) != 0, "and a checkpoint that is damaged is not called whole"
+        assert "is whole. Export it" not in capsys.readouterr().err
+        state.write_bytes(written)
+        assert main(shlex.split(command)[1:]) == 0
+        assert (out / "export" / "model.safetensors").read_bytes() == (
+            tmp_path / "aside" / "model.safetensors"
+        ).read_bytes()
+    finally:  # other tests look at it
+        shutil.rmtree(out / "export", ignore_errors=True)
+        (tmp_path / "aside").rename(out / "export")
+
+
+@pytest.mark.full
+def test_a_run_whose_export_fails_at_its_end_fails(root):
+    job, out = write_job(root, "unexported", cluster={"gpus_per_node": 1}), root / "unexported"
+    process = start_toolkit(root, "train", job)
+    wait_for_step(out, 1, process)
+    with no_large_file(stood_for(process.pid).pid):  # of the command alone: its rank saves
+        _, said = process.communicate(timeout=240)
+    assert process.returncode == 3, said
+    command = f"toolkit export {out / 'checkpoint-8'} --overwrite"
+    assert said.splitlines()[-1] == f"  {command}"
+    verify(out / "checkpoint-8")
+    assert run_toolkit(root, *shlex.split(command)[1:]).returncode == 0
+    assert (out / "export" / "model.safetensors").is_file()
+
+
 def test_data_that_moved_does_not_stop_a_resume(root, whole, capsys, tmp_path):
     job, moved = root / "whole.yaml", tmp_path / "elsewhere.jsonl"
     shutil.copyfile(root / "data.jsonl", moved)
@@ -613,10 +675,12 @@ def test_the_best_is_exported_or_it_is_said_that_it_is_gone(root, tmp_path, caps
         folder.mkdir()
         State(step=step, saved_at=float(step), hooks=hooks, **values).save(folder)
         agree(folder)
-    assert export_finished(plan) is None
-    assert "is not there" not in capsys.readouterr().err
+    assert export_finished(plan).exit_code == 3
+    said = capsys.readouterr().err
+    assert "is not there" not in said
+    assert said.splitlines()[-1] == f"  toolkit export {tmp_path / 'checkpoint-4'} --overwrite"
     shutil.rmtree(tmp_path / "checkpoint-4")
-    assert export_finished(plan) is None
+    assert export_finished(plan).failed
     said = f"the best checkpoint, {tmp_path / 'checkpoint-4'}, is not there: the last one is exported"
     assert said in capsys.readouterr().err
     assert exported == [tmp_path / "checkpoint-4", tmp_path / "checkpoint-8"]

@@ -1,6 +1,6 @@
 """The `toolkit` command: its subcommands, its errors and its exit codes.
 
-Exit codes: 0 fine; 1 the job does not fit, or a check failed; 2 bad input; 3 the run itself failed; 75 out of time; 130 interrupted.
+Exit codes: 0 fine; 1 the job does not fit, or a check failed; 2 bad input; 3 the run or its export failed, or this machine cannot start it; 75 out of time; 130 interrupted.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def train(
 
     Example: `toolkit train job.yaml --set train.max_steps=100`, `toolkit train job.yaml --hosts node1:8,node2:8`
 
-    JSON keys: exit_code, interrupted, plan, log_dir, failure, checkpoint, export, hub, next_command (how to go on, or to
-    export weights alone, from which no run resumes; null when there is nothing left to do).
+    JSON keys: exit_code, interrupted, plan, log_dir, failure, checkpoint, export, hub, next_command (how to go on, to repeat
+    an export that failed, or to export weights alone, from which no run resumes; null when there is nothing left to do).
     """
     resume = _one_resume(resume, resume_from_checkpoint, overwrite=overwrite)
     if elastic and overwrite:
@@ -224,8 +224,7 @@ def _train(
         if under_launcher:  # the other ranks wait for this one
             run_rank(lambda: plan, resume=call.resume)
         remove_leftovers(plan.output_dir)
-        finish_complete(plan, point, no_export=call.no_export, as_json=as_json)
-        return 0
+        return finish_complete(plan, point, no_export=call.no_export, as_json=as_json)
     check_stop_after(call.stop_after, 0 if point is None else point.state.step)
     if not under_launcher:
         check_start(plan)
@@ -251,8 +250,7 @@ def _train(
     exported = None
     if outcome.exit_code == 0 and not call.no_export and is_finished(plan):
         exported = export_finished(plan)
-    report(plan, outcome, call=call, exported=exported, as_json=as_json)
-    return outcome.exit_code
+    return report(plan, outcome, call=call, exported=exported, as_json=as_json)
 
 
 def _go_on(plan: Plan, call: Call, code: int, *, as_json: bool) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.cli.output import print_fields, print_json, print_problems, say
-from toolkit.errors import ToolkitError
+from toolkit.errors import RunError, ToolkitError
 from toolkit.launch.identity import LAUNCHER_NAMES, rank_from_environment
 
 if TYPE_CHECKING:
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from toolkit.launch.outcome import RunOutcome
     from toolkit.planning.plan import Plan
     from toolkit.trainer.limits import Limits
+
+# Codes by which a checkpoint itself is at fault, when it is read to resume and when it is exported: a second time would end in the same way.
+_DAMAGED = frozenset({"CHECKPOINT_DAMAGED", "CHECKPOINT_UNSAFE"})
+_NOT_WHOLE = _DAMAGED | {"CHECKPOINT_INCOMPLETE", "EXPORT_DAMAGED", "EXPORT_INCOMPLETE", "EXPORT_KEYS", "EXPORT_SHAPE"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +87,26 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """The export of a finished run, how it was checked, and where it was uploaded; `checked` is None if it already existed."""
+    """The export of a finished run.
 
-    folder: Path
-    checked: str | None
+    Args:
+        folder: Folder of the export; None if it failed.
+        checked: How it was checked; None if it already existed, or failed.
+        hub: Address of the repository to which it was uploaded, if any.
+        failed: Whether the export, or its upload, failed.
+        again: Command that does what failed; None if nothing did, or no checkpoint is left to export.
+    """
+
+    folder: Path | None = None
+    checked: str | None = None
     hub: str | None = None
+    failed: bool = False
+    again: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a run that has trained to its end."""
+        return RunError.exit_code if self.failed else 0
 
 
 def is_finished(plan: Plan) -> bool:
@@ -102,22 +121,20 @@ def is_finished(plan: Plan) -> bool:
     return stopped_early(plan, state.hooks) or (state.num_steps is not None and state.step >= state.num_steps)
 
 
-def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first: bool = False) -> Exported | None:
-    """Export a finished run, or print why not: the run itself is safe either way.
+def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first: bool = False) -> Exported:
+    """Export a finished run, or print why not and the command that exports it: the run itself is safe either way.
 
     Args:
         plan: Plan that ran.
         checkpoint: Checkpoint to export; the last of output_dir when left out.
         verify_first: Whether to verify its checksums; not needed if the run's own processes have just hashed it.
     """
-    from toolkit.checkpoint.best import promised_checkpoint
     from toolkit.checkpoint.discovery import latest_checkpoint
-    from toolkit.checkpoint.state import State
     from toolkit.cli.export import describe_checks, load_exporter
 
     source = checkpoint or last_checkpoint(plan) or latest_checkpoint(plan.output_dir)
     try:
-        best = promised_checkpoint(plan, State.load(source).hooks)
+        best = _best(plan, source)
         if best is not None and best.is_dir():
             source = best
         elif best is not None:
@@ -132,32 +149,79 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
         )
     except ToolkitError as error:
         print_problems(error.problems, as_json=False)
-        return None
+        is_damaged = not _NOT_WHOLE.isdisjoint(error.codes)
+        again = _say_earlier(plan, source) if is_damaged else _say_again(plan, source, "failed")
+        return Exported(failed=True, again=again)
     except KeyboardInterrupt:
-        trusted = ["--trust-remote-code"] if plan.job.model.trust_remote_code else []
-        command = shlex.join(["toolkit", "export", str(source), "--overwrite", *trusted])
-        say(f"the export was stopped, but the run is complete in {source}. Export it with:\n  {command}")
+        _say_again(plan, source, "was stopped")
         raise
-    return Exported(folder=done.folder, checked=describe_checks(done), hub=_pushed(plan, done.folder))
+    except Exception:  # of the disk, or a fault of ours, which the command reports
+        _say_again(plan, source, "failed")
+        raise
+    return _pushed(plan, Exported(folder=done.folder, checked=describe_checks(done)), source)
 
 
-def _pushed(plan: Plan, folder: Path) -> str | None:
-    """Upload an export if the job says so and return the address, or print why not: the export is whole either way."""
+def _best(plan: Plan, last: Path) -> Path | None:
+    """Return the checkpoint that is to be exported for its metric, if the job says so; it may be gone."""
+    from toolkit.checkpoint.best import promised_checkpoint
+    from toolkit.checkpoint.state import State
+
+    return promised_checkpoint(plan, State.load(last).hooks)
+
+
+def _export_command(plan: Plan, source: Path, *options: str) -> str:
+    trusted = ["--trust-remote-code"] if plan.job.model.trust_remote_code else []
+    return shlex.join(["toolkit", "export", str(source), "--overwrite", *trusted, *options])
+
+
+def _say_again(plan: Plan, source: Path, ended: str) -> str:
+    """Print that the run needs no training, and the command that exports it; return that command."""
+    command = _export_command(plan, source)
+    say(
+        f"the export {ended}, but the run is complete: its checkpoint, {source}, is whole. Export it with:\n  {command}"
+    )
+    return command
+
+
+def _say_earlier(plan: Plan, source: Path) -> str | None:
+    """Print the command that exports the checkpoint before a damaged one, and return it; None if there is none."""
+    earlier = last_checkpoint(plan, but=(str(source),))
+    said = f"the export failed: every step of the run is done, but {source} is damaged"
+    if earlier is None:
+        say(f"{said}, and no other checkpoint is whole")
+        return None
+    command = _export_command(plan, earlier)
+    say(f"{said}. Export the one before it with:\n  {command}")
+    return command
+
+
+def _pushed(plan: Plan, exported: Exported, source: Path) -> Exported:
+    """Upload an export if the job says so and add the address, or print why not and add the command: the export is whole either way."""
     from toolkit.exporter.hub import push
 
-    train = plan.job.train
-    if train.push_to_hub is None:
-        return None
+    train, folder = plan.job.train, exported.folder
+    if train.push_to_hub is None or folder is None:
+        return exported
     say(f"uploading {folder} to {train.push_to_hub} ...")
     try:
-        return push(folder, train.push_to_hub, public=not train.hub_private_repo)
+        return replace(exported, hub=push(folder, train.push_to_hub, public=not train.hub_private_repo))
     except ToolkitError as error:
         print_problems(error.problems, as_json=False)
-        return None
+    command = _export_command(
+        plan, source, "--push-to-hub", train.push_to_hub, *([] if train.hub_private_repo else ["--public"])
+    )
+    say(
+        f"the upload failed, but the run is complete in {source} and its export in {folder}. Upload it with:\n  {command}"
+    )
+    return replace(exported, failed=True, again=command)
 
 
-def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json: bool) -> None:
-    """Handle a resume of a finished run: report that it is finished, write the export if it is missing, and upload it if it is not there."""
+def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json: bool) -> int:
+    """Handle a resume of a finished run: report that it is finished, write the export if it is missing, and upload it if it is not there.
+
+    Returns:
+        The exit code.
+    """
     from toolkit.cli.launching import outcome_as_dict
     from toolkit.launch.outcome import RunOutcome
 
@@ -166,14 +230,18 @@ def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json:
     exported: Exported | None = None
     if _is_export_of(folder, point):
         # What the hub has already is not sent again, and makes no commit.
-        exported = Exported(folder=folder, checked=None, hub=None if no_export else _pushed(plan, folder))
+        best = _best(plan, point.folder)
+        source = best if best is not None and best.is_dir() else point.folder
+        exported = Exported(folder=folder) if no_export else _pushed(plan, Exported(folder=folder), source)
     elif not no_export:
         exported = export_finished(plan, point.folder, verify_first=True)
+    code, again = (0, None) if exported is None else (exported.exit_code, exported.again)
     if as_json:
-        value = outcome_as_dict(plan, RunOutcome(exit_code=0, interrupted=False, failure=None))
-        print_json(value | _places(point.folder, exported, command=None))
-        return
-    _print_places(plan, point.folder, exported)
+        value = outcome_as_dict(plan, RunOutcome(exit_code=code, interrupted=False, failure=None))
+        print_json(value | _places(point.folder, exported, command=again))
+    else:
+        _print_places(plan, point.folder, exported)
+    return code
 
 
 def complete_line(point: ResumePoint) -> str:
@@ -191,13 +259,14 @@ def _is_export_of(folder: Path, point: ResumePoint) -> bool:
     return find_weights(folder).loadable or read_header(folder / "adapter_model.safetensors") is not None
 
 
-def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | None, as_json: bool) -> None:
-    """Print how the run ended and where the results are, or how to go on."""
+def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | None, as_json: bool) -> int:
+    """Print how the run ended and where the results are, or how to go on; return the exit code: not 0 either if the export failed."""
     from toolkit.cli.launching import outcome_as_dict, print_failure
 
     print_failure(outcome)
+    code = outcome.exit_code or (0 if exported is None else exported.exit_code)
     failed = () if outcome.failure is None else outcome.failure.problems
-    damaged = {problem.key for problem in failed if problem.code in ("CHECKPOINT_DAMAGED", "CHECKPOINT_UNSAFE")}
+    damaged = {problem.key for problem in failed if problem.code in _DAMAGED}
     last = last_checkpoint(plan, but=damaged)
     finished = outcome.exit_code == 0 and is_finished(plan)
     weights_alone = last is not None and plan.job.train.save_only_model
@@ -205,8 +274,9 @@ def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | 
     if weights_alone and not finished:
         command = shlex.join(["toolkit", "export", str(last)])
     if as_json:
-        print_json(outcome_as_dict(plan, outcome) | _places(last, exported, command=command))
-        return
+        again = command if exported is None else exported.again
+        print_json(outcome_as_dict(plan, replace(outcome, exit_code=code)) | _places(last, exported, command=again))
+        return code
     if outcome.exit_code == 0:
         _print_places(plan, last, exported)
     if weights_alone and not finished:
@@ -215,6 +285,7 @@ def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | 
         what = f"{'Saved' if outcome.exit_code == 0 else 'The last complete checkpoint is'} {last}. Go on with"
         none = "No other checkpoint is whole" if damaged else "Nothing was saved yet"
         say(f"{what if last else f'{none}. Start again with'}{_launcher_before()}:\n  {command}")
+    return code
 
 
 def _launcher_before() -> str:
@@ -230,7 +301,7 @@ def _launcher_before() -> str:
 def _places(checkpoint: Path | None, exported: Exported | None, *, command: str | None) -> dict[str, Any]:
     return {
         "checkpoint": None if checkpoint is None else str(checkpoint),
-        "export": None if exported is None else str(exported.folder),
+        "export": None if exported is None or exported.folder is None else str(exported.folder),
         "hub": None if exported is None else exported.hub,
         "next_command": command,
     }
@@ -238,7 +309,7 @@ def _places(checkpoint: Path | None, exported: Exported | None, *, command: str 
 
 def _print_places(plan: Plan, checkpoint: Path | None, exported: Exported | None) -> None:
     fields = [("metrics", str(plan.output_dir / "metrics.jsonl")), ("checkpoint", str(checkpoint))]
-    if exported is not None:
+    if exported is not None and exported.folder is not None:
         fields.append(("export", str(exported.folder)))
         fields += [("checked", exported.checked)] if exported.checked else []
         fields += [("hub", exported.hub)] if exported.hub else []
