@@ -407,6 +407,25 @@ def test_what_a_strategy_does_not_have_is_refused_once(strategy, parallel, refus
     assert (problem.code, problem.key) == refused
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"train": {"optimizer": "adamw_8bit"}},
+        {"model": {"name": "llama-3.2-1b", "init": "random"}, "train": {"method": "lora"}},
+        {"train": {"save_only_model": True, "save_async": True}},
+        {"host_memory_gib": 1},
+    ],
+    ids=["8-bit", "frozen", "saves", "memory"],
+)
+def test_a_profile_that_a_strategy_lacks_is_refused_once_whatever_else_is_wrong_with_it(strategy, other):
+    for offload in ("optimizer-cpu", "full-cpu", "optimizer-nvme", "full-nvme"):
+        job = {"model": "llama-3.2-1b", **other, "parallel": {"strategy": strategy, "offload": offload}}
+        (problem,) = problems_of(**job)
+        assert (problem.code, problem.key) == ("STRATEGY_KEY", "parallel.offload")
+        assert not problems_of(**{**job, "parallel": {"strategy": strategy}})
+
+
 def test_streamed_layers_are_refused_for_a_stage_for_their_own_reason():
     parallel = {"zero_stage": 1, "offload": "full-cpu"} | OVERLAPPED
     (problem,) = problems_of(parallel=parallel)
@@ -464,6 +483,33 @@ def test_what_stages_cannot_follow_of_a_model_is_refused(config, part):
         (problem,) = caught.value.problems
         assert (problem.code, problem.key) == ("PIPELINE_UNSUPPORTED", "model")
         assert part in problem.message
+
+
+@pytest.mark.parametrize("section", ["", "text_config"])
+def test_stages_follow_a_mixture_whose_router_loss_the_job_leaves_out(section):
+    model = model_of("mixtral-8x7b")
+    collects = model.config | {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    config = (
+        {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], section: collects} if section else collects
+    )
+    model = replace(model, config_json=json.dumps(config))
+
+    def found(coefficient: float | None) -> list[tuple[str, str, str]]:
+        train = {"gradient_accumulation_steps": 4} | (
+            {} if coefficient is None else {"router_aux_loss_coef": coefficient}
+        )
+        job = job_of(model="mixtral-8x7b", ranks=8, train=train, parallel={"pipeline": 2})
+        try:
+            resolve_with(job, model=model, gpu=gpu_of("h100-sxm-80gb"))
+        except PlanError as error:
+            return [(problem.code, problem.key, problem.fix) for problem in error.problems]
+        return []
+
+    without = "Set train.router_aux_loss_coef to 0, which leaves that loss out, or set parallel.pipeline to 1"
+    assert found(None) == [("PIPELINE_UNSUPPORTED", "model", without)]
+    assert found(0) == []
+    [(code, key, _)] = found(0.1)
+    assert (code, key) == ("LOSS_OPTION", "train.router_aux_loss_coef")
 
 
 def test_every_problem_is_reported_at_once():

@@ -79,6 +79,15 @@ class ModelSpec:
         """Parsed config.json, a new copy at each access."""
         return cast(dict[str, Any], json.loads(self.config_json))
 
+    @property
+    def weighs_router_loss(self) -> bool:
+        """Whether the model is a mixture of experts whose config.json has a weight for a loss of its routers."""
+        text = self.config.get("text_config")
+        return bool(self.num_experts) and "router_aux_loss_coef" in {
+            *self.config,
+            *(text if isinstance(text, dict) else ()),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as a JSON object; `from_dict` reads it back."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "config_json"}

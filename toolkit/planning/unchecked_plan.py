@@ -71,6 +71,11 @@ class UncheckedPlan:
         return profile_of(self.job.parallel)
 
     @property
+    def under_zero(self) -> bool:
+        """Whether DeepSpeed's engine trains; DDP and FSDP2 use nothing of it, offload included."""
+        return self.job.parallel.strategy == "zero"
+
+    @property
     def image_inputs(self) -> ImageInputs | None:
         """What one image that the estimate counts becomes; None for text alone, or a family that is not known."""
         settings, model = self.settings, self.model

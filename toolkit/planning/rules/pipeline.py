@@ -163,7 +163,7 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
     if train.method == "lora" and train.lora is not None and train.lora.modules_to_save:
         why = "peft copies a module that other stages lack"
         yield _refused("train.lora.modules_to_save", ", ".join(train.lora.modules_to_save), why, "none")
-    if draft.profile.needs_nvme:
+    if draft.profile.needs_nvme and draft.under_zero:
         why = "its swap files are named by data-parallel rank alone, so stages of a node would overwrite each other's"
         yield _refused("parallel.offload", draft.profile.name, why, "full-cpu or optimizer-cpu")
 
@@ -173,12 +173,22 @@ def followed_by_each_stage(draft: UncheckedPlan) -> Iterator[Problem]:
     pipeline = draft.job.parallel.pipeline
     if pipeline == 1:
         return
+    weighs = draft.model.weighs_router_loss
     for value, why in across_stages(draft.model.config):
+        name = value.partition("=")[0]
+        collects = name == "output_router_logits" and weighs
+        if collects and draft.job.train.router_aux_loss_coef is not None:
+            continue  # it takes the place of that value; another rule has one above 0
+        without = (
+            "train.router_aux_loss_coef to 0, which leaves that loss out"
+            if collects
+            else f"model to a config.json without {name}"
+        )
         yield Problem(
             code="PIPELINE_UNSUPPORTED",
             key="model",
             message=f"{value} in the model's config.json with pipeline={pipeline}: {why}",
-            fix=f"Set model to a config.json without {value.partition('=')[0]}, or {_OFF}",
+            fix=f"Set {without}, or {_OFF}",
         )
 
 

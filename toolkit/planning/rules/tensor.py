@@ -130,7 +130,7 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
     if train.loss != "full":
         why = "the vocabulary-parallel loss never gathers the logits, and has a single implementation"
         yield _refused("train.loss", train.loss, why, "full")
-    if draft.profile.needs_nvme:
+    if draft.profile.needs_nvme and draft.under_zero:
         why = "its swap files are named by data-parallel rank alone, so tensor ranks of a node would write over each other's"
         yield _refused("parallel.offload", draft.profile.name, why, "full-cpu or optimizer-cpu")
     if train.method == "lora" and draft.model.num_experts and not _adapts_attention_alone(train.adapters):

@@ -398,9 +398,7 @@ def _router_loss(draft: UncheckedPlan) -> Iterator[Problem]:
     coefficient, pipeline = draft.job.train.router_aux_loss_coef, draft.job.parallel.pipeline
     if coefficient is None:
         return
-    text = draft.model.config.get("text_config")
-    known = {*draft.model.config, *(text if isinstance(text, dict) else ())}
-    if not draft.model.num_experts or "router_aux_loss_coef" not in known:
+    if not draft.model.weighs_router_loss:
         yield Problem(
             code="LOSS_OPTION",
             key="train.router_aux_loss_coef",

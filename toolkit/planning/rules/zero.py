@@ -1,4 +1,7 @@
-"""Consistency of ZeRO stages, offload profiles and accumulation precisions."""
+"""Consistency of ZeRO stages, offload profiles and accumulation precisions.
+
+Under another strategy `strategy_keys` refuses a profile that moves optimizer state or parameters; what else is wrong with it is not said then.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from toolkit.units import GIB, format_bytes
 def offload_stage(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require a ZeRO stage that has the partitions which the offload profile moves; DeepSpeed ignores it below."""
     needed, stage = draft.profile.min_zero_stage, draft.settings.zero_stage
-    if stage < needed and draft.job.parallel.strategy == "zero":  # else the profile is refused for the strategy
+    if stage < needed and draft.under_zero:
         why = "DeepSpeed would use its CPU optimizer but offload nothing" if stage == 0 else "DeepSpeed would ignore it"
         if draft.profile.streams:
             why = "the gradients of a step would stay on the card"
@@ -35,7 +38,7 @@ def offload_stage(draft: UncheckedPlan) -> Iterator[Problem]:
 
 def offload_in_8_bits(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse to offload 8-bit states: DeepSpeed steps on the host by its own kernel, which keeps fp32."""
-    if draft.job.train.in_8_bits and draft.profile.optimizer:
+    if draft.job.train.in_8_bits and draft.profile.optimizer and draft.under_zero:
         yield Problem(
             code="OFFLOAD_OPTIMIZER",
             key="train.optimizer",
@@ -48,7 +51,7 @@ def offload_in_8_bits(draft: UncheckedPlan) -> Iterator[Problem]:
 def offload_path(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require a folder for NVMe profiles. The others may name one: it describes the machine."""
     path = draft.job.cluster.nvme_path
-    if draft.profile.needs_nvme and path is None:
+    if draft.profile.needs_nvme and path is None and draft.under_zero:
         yield Problem(
             code="OFFLOAD_NVME_PATH",
             key="cluster.nvme_path",
@@ -61,7 +64,8 @@ def offload_path(draft: UncheckedPlan) -> Iterator[Problem]:
 
 def offload_frozen(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse frozen random weights on NVMe: only a checkpoint could keep them, and DeepSpeed cannot save them from there."""
-    if draft.profile.parameters == "nvme" and draft.job.train.method == "lora" and draft.settings.init == "random":
+    frozen = draft.job.train.method == "lora" and draft.settings.init == "random"
+    if draft.profile.parameters == "nvme" and frozen and draft.under_zero:
         yield Problem(
             code="OFFLOAD_NVME_FROZEN",
             key="parallel.offload",
@@ -83,7 +87,7 @@ def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
             fix="Set parallel.offload to optimizer-cpu-partial, or remove offload_ratio",
             source="deepspeed runtime/zero/config.py offload_ratio_check",
         )
-    if draft.job.parallel.strategy != "zero":
+    if not draft.under_zero:
         return
     partitioned = draft.settings.zero_stage >= profile.min_zero_stage  # else the rule above has said so
     if profile.partial and partitioned and not draft.twin_flow and draft.offload_engine != "overlapped":
@@ -123,8 +127,8 @@ def offload_engine(draft: UncheckedPlan) -> Iterator[Problem]:
         return
     if on_host and draft.settings.zero_stage < profile.min_zero_stage:
         return  # the rule above has said so
-    if on_host and draft.job.parallel.strategy != "zero":
-        return  # the profile is refused for the strategy
+    if on_host and not draft.under_zero:
+        return
     why, fix = _no_overlap(draft)
     yield Problem(
         code="OFFLOAD_ENGINE",
@@ -159,7 +163,7 @@ def offload_activations(draft: UncheckedPlan) -> Iterator[Problem]:
 
 def weights_alone(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse checkpoints of weights alone where these are in the optimizer's swap files."""
-    if draft.job.train.save_only_model and draft.profile.optimizer == "nvme":
+    if draft.job.train.save_only_model and draft.profile.optimizer == "nvme" and draft.under_zero:
         yield Problem(
             code="SAVE_ONLY_MODEL",
             key="train.save_only_model",
@@ -171,7 +175,8 @@ def weights_alone(draft: UncheckedPlan) -> Iterator[Problem]:
 
 def saved_behind(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse to write checkpoints from a copy in host memory where the state is in swap files."""
-    if draft.job.train.save_async and "nvme" in (draft.profile.optimizer, draft.profile.parameters):
+    in_files = "nvme" in (draft.profile.optimizer, draft.profile.parameters)
+    if draft.job.train.save_async and in_files and draft.under_zero:
         yield Problem(
             code="SAVE_ASYNC",
             key="train.save_async",
@@ -185,7 +190,7 @@ def saved_behind(draft: UncheckedPlan) -> Iterator[Problem]:
 def accumulation_dtype(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require that gradients accumulate in the training precision, or under ZeRO in fp32."""
     settings = draft.settings
-    if draft.job.parallel.strategy != "zero":  # another rule has that of the others
+    if not draft.under_zero:  # another rule has that of the others
         return
     dtype, precision, own = settings.gradient_accumulation_dtype, settings.precision, settings.dtype
     if dtype not in (own, "fp32"):
@@ -211,8 +216,10 @@ def offload_host_memory(draft: UncheckedPlan) -> Iterator[Problem]:
     host, needed = draft.host_memory_gib, offloaded_bytes(draft)
     if host is None or needed is None or needed <= host * GIB:
         return
-    where = "host_memory_gib" if draft.job.cluster.host_memory_gib else "the catalogue's typical host"
     sharded = draft.job.parallel.fsdp2_options.cpu_offload
+    if not (sharded or draft.under_zero):
+        return
+    where = "host_memory_gib" if draft.job.cluster.host_memory_gib else "the catalogue's typical host"
     yield Problem(
         code="OFFLOAD_HOST_MEMORY",
         key="parallel.fsdp2.cpu_offload" if sharded else "parallel.offload",
@@ -228,7 +235,7 @@ def offload_host_memory(draft: UncheckedPlan) -> Iterator[Problem]:
 
 def compile_under_zero3(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse torch.compile under ZeRO-3, which fetches parameters in module hooks: each breaks the graph."""
-    if draft.job.train.torch_compile and draft.settings.zero_stage == 3 and draft.job.parallel.strategy == "zero":
+    if draft.job.train.torch_compile and draft.settings.zero_stage == 3 and draft.under_zero:
         yield Problem(
             code="COMPILE_ZERO3",
             key="train.torch_compile",
