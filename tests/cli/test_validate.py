@@ -214,6 +214,24 @@ def test_documents_without_a_place_for_images_are_refused_as_in_training(folder,
     assert codes(capsys) == ["DATA_IMAGES"]
 
 
+def test_images_that_are_not_there_are_told_with_their_record(folder, capsys):
+    template = "{% for m in messages %}{% for c in m.content %}{{ c.type }}{{ c.text }}{% endfor %}{% endfor %}"
+    path = write_model(folder, chat_template=template) / "config.json"
+    tower = {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14}
+    config = {"model_type": "llava", "text_config": json.loads(path.read_text()), "vision_config": tower}
+    path.write_text(json.dumps({**config, "architectures": ["LlavaForConditionalGeneration"]}))
+    shown = [{"type": "image", "path": "cat.png"}, {"type": "text", "text": "What?"}]
+    said = [{"role": "user", "content": shown}, {"role": "assistant", "content": "A cat."}]
+    (folder / "photos.jsonl").write_text(json.dumps({"messages": said}))
+    options = ("model=./model", "data.packing=none", "data.train=photos.jsonl")
+    assert validate(*options) == 2
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert (problem["code"], problem["key"]) == ("DATA_IMAGE", "data.train")
+    assert f"line 1, messages[0].content[0]: image {folder / 'cat.png'} does not exist" in problem["message"]
+    (folder / "cat.png").write_bytes(b"not opened")
+    assert validate(*options) == 0
+
+
 def test_a_vocabulary_larger_than_the_embedding_names_both_numbers(folder, capsys):
     write_model(folder, vocab_size=2)
     assert validate("model=./model", extra=()) == 0

@@ -80,16 +80,21 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
     if job.data is not None:
         config = {} if model is None else model.config
         task = task_of(job.model, config)
+        reads_images = task == "image-text-to-text"
         labels = None if model is None else labels_of(job.model, config, task)
         asked = data_of_task(job.data, task)
         data, found = peek(
-            asked, template=_chat_template(facts, images=task == "image-text-to-text"), runs_code=True, labels=labels
+            asked,
+            template=_chat_template(facts, images=reads_images),
+            runs_code=True,
+            labels=labels,
+            images=reads_images,
         )
         if any(task_problems(task)):  # nothing reads them
             data = None
         else:
             problems += found
-            if task == "image-text-to-text":
+            if reads_images:
                 problems += formats_without_images(data.formats)
     problems += output_problems(job.train.output_dir)
     problems += user_code_problems(job)

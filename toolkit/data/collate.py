@@ -12,9 +12,10 @@ import torch
 from torch.nn import functional
 
 from toolkit.config.job import Packing
-from toolkit.data.images import image_error, read_image
+from toolkit.data.images import read_image
 from toolkit.data.packing import ROUND_TO
 from toolkit.data.processor import Processor
+from toolkit.dataset_inspection.image_sources import image_error
 from toolkit.modeling.loss import IGNORED
 
 MicroBatch = dict[str, torch.Tensor]

@@ -13,12 +13,13 @@ import datasets
 from toolkit.catalog.tokenizer import template_fault
 from toolkit.config.job import LossOn
 from toolkit.data.chats import ChatTokeniser, Places, chat_template
-from toolkit.data.images import ImageSource, image_error, image_name, image_source, read_image
+from toolkit.data.images import read_image
 from toolkit.data.processor import Processor
 from toolkit.dataset_inspection.chat_messages import learned_roles
 from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX
 from toolkit.dataset_inspection.formats import Format, loss_on_problem, record_fault
 from toolkit.dataset_inspection.image_messages import column_images, split_images, text_fault
+from toolkit.dataset_inspection.image_sources import ImageSource, image_error, image_name, image_source
 from toolkit.errors import DataError, Problem
 from toolkit.modeling.loss import IGNORED
 

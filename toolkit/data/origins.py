@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.dataset_inspection.files import wide_cells
-from toolkit.dataset_inspection.inspect import SourceFacts
+from toolkit.dataset_inspection.inspect import SourceFacts, folder_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Origins:
 
     def folder(self, index: int) -> Path:
         """Return the folder from which paths in a document start: that of its file, or for a data set of the hub the working directory."""
-        return folder_of(self._record(index)[0])
+        return folder_of(self._record(index)[0].path)
 
     def _record(self, index: int) -> tuple[SourceFacts, str, int]:
         """Return a document's source, its key path and the number of the record in it, from 0."""
@@ -70,12 +70,6 @@ class Origins:
                 return source, key, number if left is None else int(left[number])
             number -= count
         raise IndexError(f"index={index} is past the last record")
-
-
-def folder_of(source: SourceFacts) -> Path:
-    """Return the folder from which paths in a source start."""
-    path = source.path
-    return Path() if path is None else path.parent if path.is_file() else path
 
 
 def place_of(source: SourceFacts, index: int) -> str:

@@ -18,12 +18,12 @@ from toolkit.config.job import Data, EvalSource, LongRows, Packing
 from toolkit.config.user_code import imported
 from toolkit.data.formats import Tokeniser
 from toolkit.data.loader import Collate, StepBatch, pinned, prefetch
-from toolkit.data.origins import folder_of, place_of
+from toolkit.data.origins import place_of
 from toolkit.data.packing import PackedDataset
 from toolkit.data.sources import Kind, load_problem, load_source
 from toolkit.data.store import TokenStore
 from toolkit.dataset_inspection.columns import renamed, resolve_layout
-from toolkit.dataset_inspection.inspect import SourceFacts, unread_warning
+from toolkit.dataset_inspection.inspect import SourceFacts, folder_of, unread_warning
 from toolkit.dataset_inspection.layouts import Layout, unread_columns
 from toolkit.dataset_inspection.user_function import applied
 from toolkit.errors import DataError, Problem
@@ -494,7 +494,7 @@ class _Place:
         return self.source.key, self.words(index)
 
     def folder(self, index: int) -> Path:
-        return folder_of(self.source.facts)
+        return folder_of(self.source.facts.path)
 
     def words(self, index: int) -> str:
         if self.size == 1:

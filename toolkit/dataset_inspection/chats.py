@@ -23,7 +23,7 @@ from toolkit.dataset_inspection.chat_template import (
     is_template_fault,
     refused_problem,
 )
-from toolkit.dataset_inspection.image_messages import column_images, split_images, text_fault
+from toolkit.dataset_inspection.image_messages import IMAGE_COLUMNS, column_images, split_images, text_fault
 from toolkit.dataset_inspection.layouts import Layout
 from toolkit.errors import Problem, first_line
 from toolkit.units import format_bytes
@@ -35,10 +35,11 @@ Records = Sequence[tuple[int, dict[str, Any]]]
 
 
 def conversations(records: Records, layout: Layout) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the records that are valid conversations, in our own columns, with their line numbers."""
+    """Yield the records that are valid conversations, in our own columns and those of images, with their line numbers."""
     for line, record in records:
         if layout.format == "messages" and layout.fault(record) is None:
-            yield line, record if layout.convert is None else layout.convert(record)
+            images = {name: record[name] for name in IMAGE_COLUMNS if name in record}
+            yield line, record if layout.convert is None else {**layout.convert(record), **images}
 
 
 def conversation_problems(

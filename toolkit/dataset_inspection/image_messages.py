@@ -59,6 +59,24 @@ def column_images(record: Mapping[str, Any]) -> list[Any]:
     return [image for image in found if image is not None]
 
 
+def image_key(record: Mapping[str, Any], image: Any) -> str:
+    """Return the key of a record in which an image of it stands, such as `messages[0].content[1]` or `images[2]`."""
+    for column in IMAGE_COLUMNS:
+        value = record.get(column)
+        if value is image and value is not None:
+            return column
+        if isinstance(value, list | tuple):
+            for number, own in enumerate(value):
+                if own is image:
+                    return f"{column}[{number}]"
+    for at, message in enumerate(record["messages"]):
+        content = message.get("content")
+        for number, item in enumerate(content if isinstance(content, list) else ()):
+            if _kind(item) != "text" and _source(item) == image:
+                return f"messages[{at}].content[{number}]"
+    return "messages"
+
+
 def split_images(messages: Sequence[Mapping[str, Any]], given: Sequence[Any]) -> tuple[Messages, list[Any]]:
     """Return messages whose content is a list of texts and places of images, and the images in the order of the places.
 

@@ -19,7 +19,7 @@ from toolkit.dataset_inspection.chat_template import (
     template_problems,
     unused_chat_template,
 )
-from toolkit.dataset_inspection.chats import conversation_problems, unread_key_warning
+from toolkit.dataset_inspection.chats import conversation_problems, conversations, unread_key_warning
 from toolkit.dataset_inspection.columns import renamed, resolve_layout
 from toolkit.dataset_inspection.files import SUFFIXES, Head, Kind, read_head
 from toolkit.dataset_inspection.formats import (
@@ -31,6 +31,7 @@ from toolkit.dataset_inspection.formats import (
     section_problems,
     split_of,
 )
+from toolkit.dataset_inspection.image_sources import absent_images
 from toolkit.dataset_inspection.labels import Labels, label_problems
 from toolkit.dataset_inspection.layouts import Layout, unread_columns
 from toolkit.dataset_inspection.user_function import head_of
@@ -117,6 +118,7 @@ def peek(
     template: ChatTemplate | None = None,
     runs_code: bool = False,
     labels: Labels | None = None,
+    images: bool = False,
 ) -> tuple[DatasetFacts, tuple[Problem, ...]]:
     """Inspect the head of every source (1000 records per file), without stopping at the first fault.
 
@@ -126,6 +128,7 @@ def peek(
         template: Chat template of the tokenizer, if available; `data.chat_template` takes precedence.
         runs_code: Whether to run `data.preprocess` on a record of each source, without which the format is not known.
         labels: Labels that the records must have; those of other formats are not looked at.
+        images: Whether to look for the files of the images that messages name.
     Returns:
         The facts that could be read, and the problems: DATA_NOT_FOUND, DATA_SUFFIX, DATA_EMPTY, DATA_JSON,
         DATA_SOURCES, PATH_UNREADABLE, DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
@@ -147,6 +150,7 @@ def peek(
                 problems=problems,
                 runs_code=runs_code,
                 labels=labels,
+                images=images,
             )
             if facts is not None:
                 sources[part].append(facts)
@@ -201,6 +205,7 @@ def _look_at(
     problems: list[Problem],
     runs_code: bool,
     labels: Labels | None,
+    images: bool,
 ) -> SourceFacts | None:
     name, loss_on = source.path, data.loss_of(source)
     path = root / name
@@ -244,7 +249,21 @@ def _look_at(
             problems += head.problems
             return facts
         head = made
-    return _facts_of(source, head, facts, data.system_prompt, template=template, problems=problems, labels=labels)
+    return _facts_of(
+        source,
+        head,
+        facts,
+        data.system_prompt,
+        template=template,
+        problems=problems,
+        labels=labels,
+        folder=folder_of(path) if images else None,
+    )
+
+
+def folder_of(path: Path | None) -> Path:
+    """Return the folder from which paths in a source at `path` start: that of its file, or for one of the hub the working directory."""
+    return Path() if path is None else path.parent if path.is_file() else path
 
 
 def _local_problems(source: EvalSource, kind: Kind, *, key: str) -> Iterable[Problem]:
@@ -265,6 +284,7 @@ def _facts_of(
     template: ChatTemplate | None,
     problems: list[Problem],
     labels: Labels | None,
+    folder: Path | None,
 ) -> SourceFacts:
     name, key = facts.name, facts.key
     problems += head.problems
@@ -296,6 +316,8 @@ def _facts_of(
         problems += conversation_problems(
             head.records, layout, facts.loss_on, template, key=key, name=name, system_prompt=system_prompt
         )
+        if folder is not None:
+            problems += absent_images(conversations(head.records, layout), folder=folder, key=key, name=name)
         said = [record.get(layout.needed[0]) for _, record in head.records]
         unread_keys = unread_key_warning(name, said, template=None if template is None else template.text)
     return replace(facts, format=layout.format, unread=_unread(layout, head), unread_keys=unread_keys)
