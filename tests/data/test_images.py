@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from toolkit.data import images
-from toolkit.data.images import image_source, read_image
+from toolkit.data.images import read_image
+from toolkit.dataset_inspection.image_sources import image_source
 
 
 def content(kind="PNG", size=(6, 4)):

@@ -14,6 +14,7 @@ from toolkit.errors import PlanError, SpecError
 from toolkit.planning.deepspeed_config import merge
 from toolkit.planning.resolve import resolve_with
 from toolkit.planning.rules import RULES
+from toolkit.planning.rules.tensor import WHOLE_MODEL_TYPES
 
 
 def zero_keys(**keys):
@@ -363,6 +364,7 @@ def test_every_code_of_the_package_is_triggered_by_a_test():
     alone = {
         "OFFLOAD_PARTIAL_SIZE",
         "STRATEGY_KEY",
+        "TP_ARCHITECTURE",
         "FP8_STRATEGY",
         "FP8_METHOD",
         "ATTENTION_CLASS",
@@ -483,6 +485,37 @@ def test_what_stages_cannot_follow_of_a_model_is_refused(config, part):
         (problem,) = caught.value.problems
         assert (problem.code, problem.key) == ("PIPELINE_UNSUPPORTED", "model")
         assert part in problem.message
+
+
+def test_a_stage_that_is_a_switch_is_refused_beside_an_offload_profile():
+    (problem,) = problems_of(parallel={"offload": "optimizer-cpu"}, deepspeed={"zero_optimization": True})
+    assert (problem.code, problem.key) == ("DEEPSPEED_SET_ELSEWHERE", "deepspeed.zero_optimization.stage")
+
+
+def refused_on_tensor_ranks(model_type: str, experts: str, **config: int) -> list[tuple[str, str]]:
+    model = model_of("llama-3.2-1b")
+    other = replace(
+        model,
+        model_type=model_type,
+        config_json=json.dumps({**model.config, "architectures": None, "model_type": model_type, **config}),
+        num_attention_heads=0 if model_type in WHOLE_MODEL_TYPES else model.num_attention_heads,
+    )
+    job = job_of(model="llama-3.2-1b", ranks=2, parallel={"tensor": 2, "experts": experts})
+    try:
+        resolve_with(job, model=other, gpu=gpu_of("h100-sxm-80gb"))
+    except PlanError as error:
+        return [(problem.code, problem.key) for problem in error.problems]
+    return []
+
+
+def test_tensor_ranks_of_state_space_models_and_hybrids_are_refused_as_at_the_start():
+    for model_type in WHOLE_MODEL_TYPES:
+        for experts in ("sliced", "whole"):
+            assert refused_on_tensor_ranks(model_type, experts) == [("TP_ARCHITECTURE", "parallel.tensor")]
+    for model_type in ("falcon_h1", "bamba"):
+        assert refused_on_tensor_ranks(model_type, "sliced") == []
+        assert refused_on_tensor_ranks(model_type, "whole") == [("TP_EXPERTS", "parallel.experts")]
+    assert refused_on_tensor_ranks("bamba", "whole", moe_num_experts=8) == [], "the proof would find them"
 
 
 @pytest.mark.parametrize("section", ["", "text_config"])

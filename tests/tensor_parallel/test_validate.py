@@ -13,6 +13,7 @@ from torch import nn
 from toolkit.distributed.fake import fake_world
 from toolkit.distributed.process_groups import join_group
 from toolkit.errors import PlanError
+from toolkit.planning.rules.tensor import WHOLE_MODEL_TYPES
 from toolkit.tensor_parallel import decoder as decoder_module
 from toolkit.tensor_parallel import plan as styles_module
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
@@ -231,6 +232,13 @@ def test_all_problems_come_at_once() -> None:
     [
         ("mamba", {}, "backbone.layers.*.mixer.in_proj"),
         ("rwkv", {"attention_hidden_size": 16}, "rwkv.blocks.*.attention.key"),
+        pytest.param("falcon_mamba", {}, "backbone.layers.*.mixer.in_proj", marks=pytest.mark.full),
+        pytest.param(
+            "mamba2",
+            {"head_dim": 8, "num_heads": 4, "n_groups": 1},
+            "backbone.layers.*.mixer.in_proj",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_an_unknown_architecture_is_refused_with_what_to_write(
@@ -250,6 +258,7 @@ def test_an_unknown_architecture_is_refused_with_what_to_write(
     with pytest.raises(PlanError) as caught:
         tp_plan_for(model)
     assert caught.value.codes == ("TP_ARCHITECTURE",)
+    assert model_type in WHOLE_MODEL_TYPES, "and so is its plan"
     text = str(caught.value)
     assert f"model_type={model_type}) could not be proven on a small twin: only 0% of its parameters" in text
     assert f'"{words}": …,  #' in text

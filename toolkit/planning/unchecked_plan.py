@@ -150,7 +150,7 @@ class UncheckedPlan:
         """Why the toolkit's overlapped step cannot take the place of DeepSpeed's; None if it can."""
         parallel, train = self.job.parallel, self.job.train
         written = self.job.deepspeed or {}
-        zero = written.get("zero_optimization") or {}
+        zero = written.get("zero_optimization")
         if self.profile.name == "full-cpu" and not self.profile.streams:
             why = "layers that the toolkit streams have not been measured on a card yet, so offload_engine=overlapped has to be asked for"
             return Obstacle(why, "Set parallel.offload_engine to overlapped")
@@ -169,7 +169,7 @@ class UncheckedPlan:
         if train.optimizer not in ("adamw", *TORCH_ADAMW):
             why = f"optimizer={train.optimizer} has no kernel on the host but DeepSpeed's"
             return Obstacle(why, "Set train.optimizer to adamw")
-        if "optimizer" in written or "offload_optimizer" in zero:
+        if "optimizer" in written or (isinstance(zero, dict) and "offload_optimizer" in zero):
             why = "the job's deepspeed section has options of DeepSpeed's own step"
             return Obstacle(why, "Remove optimizer and zero_optimization.offload_optimizer from the deepspeed section")
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from toolkit.catalog.dimensions import Fields
 from toolkit.config.job import Lora
@@ -21,6 +22,9 @@ TENSOR_MODEL_TYPES = frozenset(
 # Architectures whose queries, keys and values are one matrix.
 FUSED_MODEL_TYPES = frozenset({"falcon", "gpt2", "gpt_neox", "phi3"})
 
+# Architectures of which the proof finds nothing that ranks could share but the vocabulary: their layers have no attention.
+WHOLE_MODEL_TYPES = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv"})
+
 # Linear layers of the attention in mixtures of experts, with latent projections too.
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
@@ -29,6 +33,18 @@ PADDED_TO = 8
 
 _KEY, _SEQUENCE, _EXPERTS = "parallel.tensor", "parallel.sequence_parallel", "parallel.experts"
 _ALONE = f"Set {_KEY} to 1"
+
+
+def something_to_share(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse tensor ranks for architectures that the proof before the start is known to refuse."""
+    size, kind = draft.job.parallel.tensor, draft.model.model_type
+    if size > 1 and kind in WHOLE_MODEL_TYPES:
+        yield Problem(
+            code="TP_ARCHITECTURE",
+            key=_KEY,
+            message=f"tensor={size} with model_type={kind}: only 0% of its parameters outside the vocabulary can be shared by ranks",
+            fix=_ALONE,
+        )
 
 
 def whole_heads(draft: UncheckedPlan) -> Iterator[Problem]:
@@ -81,7 +97,7 @@ def _inner_width(draft: UncheckedPlan) -> tuple[str, int, int]:
 
 def whole_experts(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require a mixture whose experts tensor ranks can share out in equal numbers, for experts that are whole on their ranks."""
-    if draft.settings.experts != "whole":
+    if draft.settings.experts != "whole" or draft.model.model_type in WHOLE_MODEL_TYPES:
         return
     size, count = draft.job.parallel.tensor, draft.model.num_experts
     heads = draft.model.num_attention_heads or count
@@ -91,7 +107,8 @@ def whole_experts(draft: UncheckedPlan) -> Iterator[Problem]:
             one_of(sizes) if sizes else "the number of ranks that share the model"
         )
         yield _no_whole_experts("with tensor=1: there are no tensor ranks to share them out", fix)
-    elif not count and draft.model.model_type in TENSOR_MODEL_TYPES:  # of others the proof before the start finds them
+    elif not count and (_is_known(draft) or not _names_experts(draft.model.config)):
+        # Of an architecture that counts its experts under another name the proof before the start finds them.
         yield _no_whole_experts(f"with {draft.model.name}, a dense model: it has no experts", f"Remove {_EXPERTS}")
     elif count % size:
         yield Problem(
@@ -103,6 +120,11 @@ def whole_experts(draft: UncheckedPlan) -> Iterator[Problem]:
     elif draft.job.train.torch_compile:
         why = "with torch_compile=true: how many rows a rank's experts compute is known when they run, which a compiled layer does not wait for"
         yield _no_whole_experts(why, f"Set {_EXPERTS} to sliced, or train.torch_compile to false")
+
+
+def _names_experts(config: Mapping[str, Any]) -> bool:
+    """Return whether any key of a config.json, or of its sections, is about experts."""
+    return any("expert" in key or (isinstance(value, dict) and _names_experts(value)) for key, value in config.items())
 
 
 def _no_whole_experts(why: str, fix: str) -> Problem:
@@ -211,6 +233,7 @@ def _refused(key: str, value: str, why: str, instead: str) -> Problem:
 
 
 RULES = (
+    something_to_share,
     whole_heads,
     whole_experts,
     proven_together,
