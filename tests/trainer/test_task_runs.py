@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,17 @@ def _train(rank: int, root_name: str, names: tuple[str, ...]) -> list[Any]:
     return told
 
 
+def loaded_as_the_card_says(card: str, root: Path, adapter: Path) -> Any:
+    """The model that the code of an adapter's model card loads, run where the folder of its base lies."""
+    code = card.partition("```python\n")[2].partition("```")[0]
+    assert code.count('"path/of/this/adapter"') == 1
+    names: dict[str, Any] = {}
+    with contextlib.chdir(root):
+        exec(code.replace("path/of/this/adapter", str(adapter)), names)
+    assert [*names["model"].config.id2label.values()] == names["labels"]
+    return names["model"].eval()
+
+
 def check(root: Path, name: str) -> None:
     whole, parts = root / name, root / f"{name}-parts"
     assert curve(whole) == curve(parts)
@@ -115,6 +127,11 @@ def check(root: Path, name: str) -> None:
     with torch.no_grad():
         alone = [model(**tokenizer(text, return_tensors="pt")).logits for text in ("A text.", "Another text that is longer")]  # fmt: skip
         together = model.eval()(**batch).logits
+    if "lora" in name:
+        export(whole / "checkpoint-4", whole / "adapter")
+        adapted = loaded_as_the_card_says((whole / "adapter" / "README.md").read_text("utf-8"), root, whole / "adapter")
+        with torch.no_grad():
+            torch.testing.assert_close(adapted(**batch).logits, together, rtol=0, atol=1e-5)
     if not of_tokens:  # padding does not change what a text is
         torch.testing.assert_close(torch.cat(alone), together, rtol=0, atol=1e-5)
 

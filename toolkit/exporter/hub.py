@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from toolkit.catalog.architectures import AUTO_CLASSES
 from toolkit.catalog.models import ModelSpec
 from toolkit.checkpoint.state import State
 from toolkit.config.job import DataSource, Task
@@ -113,6 +114,8 @@ def _failed(repo: str, what: str, fix: str, *, code: str) -> RunError:
 
 def _remarks(plan: Plan, report: ExportReport) -> Iterator[str]:
     """Yield what a user of the export must know to load it."""
+    if report.kind == "adapter" and plan.labels is not None:
+        yield f"The head for the classes is in the adapter. To load it onto its base:\n\n```python\n{_loading(plan)}\n```"
     if report.kind == "adapter" and plan.job.model.rope_scaling is not None:
         wanted = {key: plan.model.config[key] for key in ("rope_parameters", "max_position_embeddings")}
         keys = "\n".join(f"config.{key} = {value}" for key, value in wanted.items())
@@ -120,6 +123,28 @@ def _remarks(plan: Plan, report: ExportReport) -> Iterator[str]:
     if report.kind == "adapter" and plan.job.model.resizes:
         resize = f"base.resize_token_embeddings({plan.model.vocab_size})"
         yield f"Before the adapter is put on, the base model's embeddings must have as many rows:\n\n```python\n{resize}\n```"
+
+
+def _loading(plan: Plan) -> str:
+    """Return the code that loads a classifier's adapter: the names of its classes are not in the base, and a decoder needs the padding to find ends."""
+    assert plan.labels is not None
+    auto = AUTO_CLASSES[plan.settings.task]
+    kind = "" if plan.labels.problem_type is None else f'\n    problem_type="{plan.labels.problem_type}",'
+    return f"""\
+from peft import PeftModel
+from transformers import {auto}, AutoTokenizer
+
+adapter = "path/of/this/adapter"  # or its repository on the hub
+tokenizer = AutoTokenizer.from_pretrained(adapter)
+labels = {list(plan.labels.names)!r}
+base = {auto}.from_pretrained(
+    "{base_model(plan.model)}",
+    num_labels=len(labels),
+    id2label=dict(enumerate(labels)),
+    label2id={{name: number for number, name in enumerate(labels)}},{kind}
+    pad_token_id=tokenizer.pad_token_id,
+)
+model = PeftModel.from_pretrained(base, adapter)"""
 
 
 def _method(plan: Plan) -> str:
