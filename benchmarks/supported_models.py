@@ -86,7 +86,7 @@ def page_of(found: dict[str, Support]) -> str:
         "that its configuration class has by default, made by `benchmarks/supported_models.py`. `toolkit models --support MODEL` makes the row "
         "of any model. Tensor parallelism and pipelines are proven on a small twin ([tensor-parallel.md](tensor-parallel.md)): a model is "
         "supported if loss, scores and every gradient are the whole model's. The share is that of the layers' parameters that tensor "
-        "ranks share; the others stay whole on each.",
+        "ranks share; the others stay whole on each. A model that reads images has what a job of that task is told.",
         "",
         "| part | supported |",
         "|---|---|",

@@ -16,11 +16,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from toolkit.arguments import checks_arguments
-from toolkit.config.job import Cluster, Job, Lora, Model, Parallel, Train
+from toolkit.catalog.models import resolve_model
+from toolkit.catalog.tasks import default_task
+from toolkit.config.job import Cluster, Job, Lora, Model, Parallel, Task, Train
 from toolkit.errors import PlanError, ToolkitError, first_line, raise_all
 from toolkit.introspect import tied_keys
 from toolkit.memory.estimate import estimate
-from toolkit.modeling.architecture import import_architecture, model_config
+from toolkit.modeling.architecture import auto_class, import_architecture, model_config, own_class
 from toolkit.modeling.conversion import group_model_keys, revert
 from toolkit.modeling.initialization import tie_weights
 from toolkit.modeling.lora import apply_lora
@@ -39,6 +41,8 @@ from toolkit.units import format_count
 Part = Literal["estimate", "tensor", "pipeline", "lora", "export"]
 # Refusals of jobs whose model can be built nevertheless.
 _NOT_TRAINED = frozenset({"MODEL_TASK", "IMAGES_LENGTH", "MODEL_CONFIG_INVALID", "MODEL_NOT_DECODER"})
+# Refusals of tensor ranks and stages that a model's task is the reason of.
+_OF_TASKS = frozenset({"TASK_PARALLEL", "IMAGES_UNSUPPORTED"})
 # Most ranks of a tensor group that are tried: those of a node.
 MOST_RANKS = 16
 
@@ -87,7 +91,7 @@ class Support:
 
 @checks_arguments
 def support_of(model: str | Path, *, trust_remote_code: bool = False) -> Support:
-    """Find what is supported of a model, without its weights.
+    """Find what is supported of a model, without its weights, as a job that names it and no task is told.
 
     Args:
         model: Hub id, local folder, config.json, or a name of `toolkit models`.
@@ -103,6 +107,9 @@ def support_of(model: str | Path, *, trust_remote_code: bool = False) -> Support
         parallel=Parallel(zero_stage=3),
     )
     with _quietly():
+        task = default_task(resolve_model(job.model).config)[0]
+        if task == "image-text-to-text":  # an image is up to a thousand tokens and more
+            job = job.with_({"train.sequence_length": 2048})
         try:
             plan = resolve(job)
             config, reason = model_config(plan), ""
@@ -111,22 +118,48 @@ def support_of(model: str | Path, *, trust_remote_code: bool = False) -> Support
                 raise
             plan, reason = None, error.problems[0].message
             config = AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code)
-        import_architecture(config, trust_remote_code=trust_remote_code)
-        kind, own = class_and_config(config, trust_remote_code=trust_remote_code)
+        import_architecture(config, trust_remote_code=trust_remote_code, task=task)
+        kind, own = _class_of(config, task, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             empty = kind._from_config(own)
         tie_weights(empty)
         verdicts = (
             _tried("estimate", lambda: _estimated(plan, reason, empty)),
-            _tried("tensor", lambda: _sharded(empty)),
-            _tried("pipeline", lambda: _cut(empty, config, trust_remote_code=trust_remote_code)),
-            _tried("lora", lambda: _adapted(kind, own)),
+            _tried("tensor", lambda: _sharded(empty), told=_told(job, "tensor")),
+            _tried(
+                "pipeline",
+                lambda: _cut(empty, config, trust_remote_code=trust_remote_code),
+                told=_told(job, "pipeline"),
+            ),
+            _tried("lora", lambda: _adapted(kind, own, task)),
             _tried("export", lambda: _exported(kind, own)),
         )
     return Support(model=str(model), model_type=config.model_type, architecture=kind.__name__, verdicts=verdicts)
 
 
-def _tried(part: Part, attempt: Callable[[], tuple[tuple[int, ...], str]]) -> Verdict:
+def _class_of(
+    config: PreTrainedConfig, task: Task, *, trust_remote_code: bool
+) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """Return the class that a task trains, and the part of the configuration that it is built from."""
+    if task == "causal-lm" or (trust_remote_code and own_class(config, task) is not None):
+        return class_and_config(config, trust_remote_code=trust_remote_code)
+    found = auto_class(task)._model_mapping[type(config)]
+    return (found[0] if isinstance(found, tuple) else found), config
+
+
+def _told(job: Job, part: Literal["tensor", "pipeline"]) -> str:
+    """Return why a job of the model's task is refused with a part whatever the model's layers are; "" if it is not."""
+    try:
+        resolve(job.with_({f"parallel.{part}": 2, "parallel.zero_stage": 1}))
+    except ToolkitError as error:
+        refused = (problem for problem in error.problems if problem.key == f"parallel.{part}")
+        return next((problem.message for problem in refused if problem.code in _OF_TASKS), "")
+    return ""
+
+
+def _tried(part: Part, attempt: Callable[[], tuple[tuple[int, ...], str]], *, told: str = "") -> Verdict:
+    if told:
+        return Verdict(part=part, supported=False, sizes=(), detail=told)
     try:
         sizes, detail = attempt()
     except ToolkitError as error:
@@ -186,12 +219,13 @@ def _cut(empty: PreTrainedModel, config: PreTrainedConfig, *, trust_remote_code:
     return tuple(range(2, len(layers) + 1)), f"cut anywhere between its {len(layers)} layers"
 
 
-def _adapted(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[tuple[int, ...], str]:
+def _adapted(kind: type[PreTrainedModel], config: PreTrainedConfig, task: Task) -> tuple[tuple[int, ...], str]:
     """Add adapters to a twin, and require that each of them learns and that none changes the output yet."""
     with plain_torch():
-        twin, batch = build_twin(kind, config), make_batch()
+        twin = build_twin(kind, config)
+        batch = _labelled(twin, task)
         wanted = run(copy_of(twin), batch)
-        adapted = apply_lora(twin, Lora(r=2), seed=0)
+        adapted = apply_lora(twin, Lora(r=2), seed=0, task=task, language_alone=task == "image-text-to-text")
         found = run(adapted, batch)
         trained = {name: weight for name, weight in adapted.named_parameters() if weight.requires_grad}
         idle = [
@@ -203,8 +237,22 @@ def _adapted(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[tup
             raise ValueError(f"adapters change the loss by {abs(found.loss - wanted.loss):.1e} before they are trained")
         if len(idle) == sum("lora_B" in name for name in trained):
             raise ValueError("no adapter of its linear layers has a gradient")
-    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in trained} - {"base_layer"}
+    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in trained if ".lora_" in name} - {"base_layer"}
     return (), f"all-linear adapts {', '.join(sorted(modules))}"
+
+
+def _labelled(twin: PreTrainedModel, task: Task) -> dict[str, torch.Tensor]:
+    """Return a batch with the labels of a task."""
+    batch = make_batch()
+    if task == "token-classification":
+        batch["labels"] = batch["labels"].clamp(max=twin.config.num_labels - 1)
+    elif task == "sequence-classification":
+        twin.config.problem_type = "multi_label_classification"  # which takes any number of labels
+        twin.config.pad_token_id = 0  # as in a run, which takes the tokenizer's
+        batch["labels"] = torch.ones(len(batch["input_ids"]), twin.config.num_labels)
+    elif task == "seq2seq-lm" and getattr(twin.config, "decoder_start_token_id", None) is None:
+        twin.config.decoder_start_token_id = 0  # which published models have, and T5's configuration class does not
+    return batch
 
 
 def _exported(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[tuple[int, ...], str]:
