@@ -13,8 +13,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import supported_models  # noqa: E402
 
-# Of the 196 that transformers 5.24 has.
-LEAST = {"estimate": 180, "tensor": 155, "pipeline": 165, "lora": 175, "export": 185}
+# Of the 196 that transformers 5.24 has. Three more can be cut into stages, and read images: their jobs are refused stages.
+LEAST = {"estimate": 180, "tensor": 155, "pipeline": 162, "lora": 175, "export": 185}
 
 
 def rows() -> dict[str, list[str]]:
