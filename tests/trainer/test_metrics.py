@@ -83,7 +83,9 @@ def test_throughput_counts_between_readings(tmp_path: Path) -> None:
     assert 0.099 <= 1000 / found["tokens_per_second"] <= 1.001 * (time.perf_counter() - began)
     assert math.isclose(found["step_seconds"], 500 / found["tokens_per_second"])
     assert found["mfu"] is None, "no peak rate is known of a CPU"
-    assert found["peak_allocated_bytes"] == PhaseMemoryTracker(torch.device("cpu")).peak_bytes > 50 * 2**20
+    # The process may have grown since.
+    assert found["peak_allocated_bytes"] == pytest.approx(PhaseMemoryTracker(torch.device("cpu")).peak_bytes, rel=0.01)
+    assert found["peak_allocated_bytes"] > 50 * 2**20
 
 
 def _gpu_plan(model: str, **train: Any) -> Plan:

@@ -145,7 +145,8 @@ def test_a_stage_is_one_live_line_on_a_terminal_and_makes_way_for_the_bar(clock:
         assert "importing torch (3.0 s)" in out.getvalue()
         assert "importing torch ...\n" not in out.getvalue()
         reporter.start(done=0, total=7)
-        began = out.tell()
+        with reporter._live._lock:  # a frame that the thread has begun before is drawn
+            began = out.tell()
         reporter._live.refresh()
     assert "0/7" in out.getvalue()[began:]
     assert "importing" not in out.getvalue()[began:]
@@ -155,8 +156,9 @@ def test_a_line_replaces_a_frame_that_the_thread_draws_at_the_same_time() -> Non
     reporter, out = _reporter(terminal=True)
     with reporter:
         reporter.stage("importing torch")
-        began = out.tell()
-        reporter.say("data: 3 documents")
+        with reporter._live._lock:  # no frame comes between
+            began = out.tell()
+            reporter.say("data: 3 documents")
         assert out.getvalue()[began:].startswith("\r\x1b[2Kdata: 3 documents\n")
 
 

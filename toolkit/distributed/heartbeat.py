@@ -46,7 +46,10 @@ def run_with_heartbeat(world: World, work: Callable[[], T], *, lost_seconds: flo
     """
     if world.size == 1:
         return work()
-    store = _own_round(world)
+    try:
+        store = _own_round(world)
+    except dist.DistError as lost:
+        raise _store_lost() from lost
     done: list[T] = []
     error: Exception | None = None
     with _pulse(store, world.rank):
@@ -60,7 +63,7 @@ def run_with_heartbeat(world: World, work: Callable[[], T], *, lost_seconds: flo
             with world.progress.doing(f"the wait for rank {rank}'s work", "waiting"):
                 _await(store, rank, lost_seconds=lost_seconds)
     except dist.DistError as lost:
-        raise _lost("the process that hosts the ranks' store has ended") from lost
+        raise _store_lost() from lost
     world.agree(error)
     return done[0]
 
@@ -109,6 +112,10 @@ def _done(rank: int) -> str:
 
 def _pulse_of(rank: int) -> str:
     return f"pulse-{rank}"
+
+
+def _store_lost() -> RunError:
+    return _lost("the process that hosts the ranks' store has ended")
 
 
 def _lost(what: str) -> RunError:

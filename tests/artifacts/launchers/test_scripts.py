@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -96,7 +97,7 @@ def make_plan(*, gpu="cpu", nodes=2, gpus_per_node=1, **values):
     return resolve(Job.model_validate({**TRAINED, "cluster": cluster}))
 
 
-def wait_for(*names, seconds=20.0):
+def wait_for(*names, seconds=60.0):
     until = time.monotonic() + seconds
     while not all(Path(name).exists() for name in names):
         assert time.monotonic() < until, f"no {', '.join(names)} after {seconds:g} s"
@@ -105,6 +106,21 @@ def wait_for(*names, seconds=20.0):
 
 def start(environment, *command):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def until_there_are(parent, name, *, but=(), seconds=60.0):
+    """The children of a process by a name, and not among others, once there are any; a shell's are its own until they run a program."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found = []
+        for child in psutil.Process(parent.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.name() == name and child not in but:
+                    found.append(child)
+        if found:
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"no {name} after {seconds:g} s")
 
 
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
@@ -194,8 +210,9 @@ def test_a_node_waits_for_ranks_that_save_whatever_else_is_signalled(tools):
     emit(make_plan(), "out", launchers=["torchrun"])
     node = subprocess.Popen(["bash", "out/node.sh"], env=environment, start_new_session=True)
     wait_for("ready-0")
-    time.sleep(1.1)  # node.sh looks for its ranks once a second
-    (torchrun,) = [child for child in psutil.Process(node.pid).children() if child.name() != "sleep"]
+    seen = until_there_are(node, "sleep")
+    until_there_are(node, "sleep", but=seen)  # node.sh looks for its ranks between two sleeps of a second
+    (torchrun,) = until_there_are(node, "torchrun")
     (rank,) = torchrun.children()
     for process in (rank, node, torchrun):
         process.send_signal(signal.SIGUSR2)

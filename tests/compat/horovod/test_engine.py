@@ -71,7 +71,7 @@ def wait(handle: Handle) -> torch.Tensor:
 def groups_of_two_ranks(rank: int, store: str) -> None:
     leave_group()
     a_world_of_another_backend(rank, store)
-    a_shutdown_while_an_operation_is_done(rank)
+    a_shutdown_while_an_operation_is_done(rank, store)
     a_rank_that_ends_once_all_have_agreed(rank, store)
 
 
@@ -93,14 +93,16 @@ def a_world_of_another_backend(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def a_shutdown_while_an_operation_is_done(rank: int) -> None:
+def a_shutdown_while_an_operation_is_done(rank: int, store: str) -> None:
     engine._LEAVE_SECONDS = 0.1
+    left = Path(f"{store}-left")
     hvd.init()
     if rank == 0:
         usual = collectives.allreduce
 
         def late(*given, **options):
-            time.sleep(0.8)
+            while not left.exists():
+                time.sleep(0.01)
             usual(*given, **options)
 
         collectives.allreduce = late
@@ -110,6 +112,7 @@ def a_shutdown_while_an_operation_is_done(rank: int) -> None:
             time.sleep(0.01)
         hvd.shutdown()
         assert dist.is_initialized(), "the group is taken from under the operation"
+        left.touch()
     assert hvd.synchronize(handle).tolist() == [3.0, 3.0]
     for thread in threading.enumerate():
         if thread.name == ENGINE_THREAD and rank == 1:
