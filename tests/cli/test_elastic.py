@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,23 @@ def nodes(tmp_path) -> Iterator[tuple[Machine, Machine]]:
         yield made
 
 
-# By default they wait 30 s for further nodes once one is there, and take one for lost after 15 s of silence. Both start together: six
-# seconds are enough for the second on a busy machine, and what the first waits after the loss.
-QUICKLY = "--rdzv-conf=last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
+# By default they wait 30 s for further nodes once one is there, and take one for lost after 15 s of silence. The first one there says how
+# long: node1, which waits until the other has come, however busy the machine is. After the loss it is node0, which waits for nobody.
+UNTIL_BOTH, ALONE = (
+    f"--rdzv-conf=is_host=false,last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=300"
+    for last_call in (300, 1)
+)
+# The store of the agents on node0, in a process of its own, which says when the first of them has joined.
+STORE = f"""
+import time
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+agents = C10dRendezvousBackend(TCPStore("node0", {PORT}, is_master=True, wait_for_workers=False), "two")
+while agents.get_state() is None:
+    time.sleep(0.02)
+print("joined", flush=True)
+time.sleep(3000)
+"""
 PATIENTLY = "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=15,join_timeout=60"
 
 
@@ -65,6 +80,35 @@ def torchrun(
     )
 
 
+@contextmanager
+def store_of_agents(node: Machine) -> Iterator[Callable[[], None]]:
+    """The store of torchrun's agents on a node, and a function that waits until one of them has joined."""
+    command, environment = [quick_python(), "-c", STORE], {**os.environ, **QUICK, **node.environment()}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as store:
+        assert store.stdout is not None
+
+        def until_joined() -> None:
+            assert store.stdout.readline() == "joined\n"
+
+        yield until_joined
+        store.kill()
+
+
+def lost_at_step_9(folder: Path, node: Machine, first: subprocess.Popen[str], second: subprocess.Popen[str]) -> str:
+    """Lose the second's node, and return what the first one shows until it has ended well."""
+    wait_for_step(folder, 4, first)
+    running = (
+        node.processes()
+    )  # before the step at which they end: on a busy machine a list takes as long as many steps
+    wait_for_step(folder, 9, first)
+    node.power_off(running)
+    shown, _ = first.communicate(timeout=300)
+    second.communicate(timeout=60)
+    assert first.returncode == 0, shown
+    assert second.returncode != 0
+    return shown
+
+
 def job_for_two(root: Path, name: str, *, steps: int) -> Path:
     return write_job(
         root,
@@ -78,18 +122,12 @@ def job_for_two(root: Path, name: str, *, steps: int) -> Path:
 def test_a_run_goes_on_without_a_node_that_is_lost(root, nodes):
     """Its ranks are found by their nodes' names over their own network; the lost one is named; the global batch stays."""
     job = job_for_two(root, "elastic", steps=120)
-    sizes = ("--nnodes", "1:2", "--max-restarts", "2", QUICKLY)
-    first, second = (torchrun(root, node, "train", job, "--elastic", "--no-export", sizes=sizes) for node in nodes)
-    wait_for_step(root / "elastic", 4, first)
-    running = nodes[
-        1
-    ].processes()  # before the step at which they end: on a busy machine a list takes as long as many steps
-    wait_for_step(root / "elastic", 9, first)
-    nodes[1].power_off(running)
-    shown, _ = first.communicate(timeout=100)
-    second.communicate(timeout=10)
-    assert first.returncode == 0, shown
-    assert second.returncode != 0
+    with store_of_agents(nodes[0]) as until_joined:
+        arguments, sizes = ("train", job, "--elastic", "--no-export"), ("--nnodes", "1:2", "--max-restarts", "2")
+        second = torchrun(root, nodes[1], *arguments, sizes=(*sizes, UNTIL_BOTH))
+        until_joined()
+        first = torchrun(root, nodes[0], *arguments, sizes=(*sizes, ALONE))
+        shown = lost_at_step_9(root / "elastic", nodes[1], first, second)
     assert "the connection to node1 (rank 1) at 10.77.0.2 broke" in shown
     assert "[NODE_LOST]" in shown
     assert (
