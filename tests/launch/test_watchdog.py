@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -25,8 +26,9 @@ def watchdog_pid() -> int:
     give_up = time.monotonic() + 60
     while time.monotonic() < give_up:  # a process that has only just been started may show no command line yet
         for child in psutil.Process().children():
-            if "-I" in child.cmdline():
-                return child.pid
+            with contextlib.suppress(psutil.NoSuchProcess):  # another test's, which has just ended
+                if "-I" in child.cmdline():
+                    return child.pid
         time.sleep(0.005)
     raise AssertionError("there is no watchdog")
 
