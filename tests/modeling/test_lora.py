@@ -105,7 +105,17 @@ def test_dropout_beside_the_experts_is_allowed() -> None:
     assert len(adapters(model)) == 2 * 2 * 2
 
 
-def test_all_linear_leaves_layers_of_the_models_own_class() -> None:
+def test_all_linear_adapts_layers_of_the_models_own_class_that_are_linear() -> None:
+    """Falcon has a class of its own for all of its linear layers."""
+    names = {
+        name
+        for name, module in apply_lora(tiny_model("falcon"), Lora(), seed=0).named_modules()
+        if hasattr(module, "lora_A")
+    }
+    assert {name.rpartition(".")[2] for name in names} == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+
+
+def test_all_linear_leaves_layers_of_the_models_own_class_that_are_not() -> None:
     """A router of Llama 4 or Phi-MoE is a linear layer that returns a tuple, which an adapter cannot add to."""
     from toolkit.twins.comparison import build_twin, make_batch, plain_torch
 

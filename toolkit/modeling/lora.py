@@ -166,13 +166,24 @@ def _beside_language(model: PreTrainedModel) -> list[str]:
 
 
 def _own_linears(model: PreTrainedModel) -> list[str]:
-    """Return the names of linear layers of a class of the model's own file, such as routers that return more than their scores."""
+    """Return the names of linear layers of a class of the model's own file that compute something else, such as routers with several results."""
     home = type(model).__mro__[1 if isinstance(model, PartOfModel) else 0].__module__
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and type(module).__module__ == home
+        if isinstance(module, torch.nn.Linear) and type(module).__module__ == home and not _maps_features(module)
     ]
+
+
+def _maps_features(linear: torch.nn.Linear) -> bool:
+    """Return whether a linear layer turns rows of its inputs into rows of its outputs, tried without numbers."""
+    sizes = {"weight": (linear.out_features, linear.in_features), "bias": (linear.out_features,)}
+    weights = {name: torch.empty(sizes[name], device="meta") for name, _ in linear.named_parameters() if name in sizes}
+    try:
+        output = torch.func.functional_call(linear, weights, torch.empty((2, linear.in_features), device="meta"))
+    except Exception:  # code of any model
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (2, linear.out_features)
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
