@@ -17,7 +17,7 @@ from toolkit.checkpoint.compatibility import (
 )
 from toolkit.checkpoint.fingerprint import source_notes, source_problems
 from toolkit.checkpoint.layout import tag_of
-from toolkit.checkpoint.manifest import checksum_problems, damaged, read_manifest, share, size_problems
+from toolkit.checkpoint.manifest import content_problems, damaged, read_manifest, share, size_problems
 from toolkit.checkpoint.nvme_state import restore_unswapped
 from toolkit.checkpoint.pickles import read_pickle
 from toolkit.checkpoint.random_state import load_random_state, load_stream_state
@@ -152,7 +152,7 @@ def _problems_seen(run: Run, folder: Path) -> list[Problem]:
     try:
         manifest = read_manifest(folder)
         mine = share(manifest, rank=run.world.rank, world_size=run.world.size)
-        problems = size_problems(folder, manifest) or checksum_problems(folder, manifest, mine)
+        problems = size_problems(folder, manifest) or content_problems(folder, manifest, mine)
         problems = problems or _pickle_problems(folder, mine)
         if problems or not run.world.is_main:
             return problems

@@ -199,6 +199,12 @@ def checksum_problems(folder: Path, manifest: Mapping[str, Entry], names: Iterab
     return problems
 
 
+def content_problems(folder: Path, manifest: Mapping[str, Entry], names: Iterable[str]) -> list[Problem]:
+    """Compare the contents of some files, whose sizes are those of the manifest, and what it says of the tensors in them."""
+    named = {name: manifest[name] for name in names}
+    return checksum_problems(folder, manifest, named) or index_problems(folder, named)
+
+
 def index_problems(folder: Path, manifest: Mapping[str, Entry]) -> list[Problem]:
     """Compare what the files of tensors say of them: a few KB of each."""
 
@@ -228,7 +234,7 @@ def verify(folder: Path, *, unread: Callable[[str], bool] | None = None) -> dict
     """
     manifest = read_manifest(folder)
     read = [name for name in manifest if unread is None or not unread(name)]
-    raise_all(CheckpointError, size_problems(folder, manifest) or checksum_problems(folder, manifest, read))
+    raise_all(CheckpointError, size_problems(folder, manifest) or content_problems(folder, manifest, read))
     return manifest
 
 
