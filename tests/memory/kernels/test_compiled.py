@@ -120,9 +120,18 @@ def test_without_a_folder_nothing_is_kept():
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "phi3", "gpt_neox", "qwen3_moe"])
 def test_few_layers_represent_all(architecture, way):
     few, every = (traced(architecture, way, torch_compile=True, all_layers=whole) for whole in (False, True))
-    assert untold(few) == untold(every) == []
+    # Grouped products of experts break the graph beside adapters, and in fp32.
+    breaks = architecture == "qwen3_moe" and (way.startswith("LoRA") or way == "fp32")
+    assert untold(few) == untold(every)
+    assert [("Qwen3MoeDecoderLayer" in told, "estimated as eager" in told) for told in untold(few)] == breaks * [
+        (True, True)
+    ]
     assert peaks(few) == peaks(every)
-    assert peaks(few)["forward"] <= peaks(traced(architecture, way))["forward"]
+    if way in (
+        "plain",
+        "padded",
+    ):  # a layer's compiled code frees nothing before its end, which shows where little else is kept
+        assert peaks(few)["forward"] <= peaks(traced(architecture, way))["forward"]
 
 
 @pytest.mark.full
