@@ -88,17 +88,34 @@ def kinds_of(
 def _places(model: Any, prefix: str, count: int) -> list[Hashable]:
     """Return what the module around a list of layers does with each by its index alone, as vision towers do.
 
+    Layers between two whose output is used too stand for no others: what uses it runs between them.
+
     Source:
         transformers models/qwen2_5_vl/modeling_qwen2_5_vl.py (whole attention), models/qwen3_vl/modeling_qwen3_vl.py (features
-        that the first decoder layers add).
+        that the first decoder layers add), models/llava/modeling_llava.py get_image_features (a layer before the last).
     """
     owner = model.get_submodule(prefix.rpartition(".")[0]) if prefix else model
     whole, taken = (getattr(owner, name, None) or () for name in _BY_INDEX)
-    tower = getattr(getattr(model, "config", None), "vision_config", None)
+    config = getattr(model, "config", None)
+    tower = getattr(config, "vision_config", None)
     added = 0 if taken else len(getattr(tower, _BY_INDEX[1], None) or ())
+    if tower is not None and "vision" in prefix:
+        taken = (*taken, *_features(getattr(config, "vision_feature_layer", None), count))
     return [
-        (index in whole, index if index in taken else None, index if index < added else None) for index in range(count)
+        (
+            index in whole,
+            index if index in taken else None,
+            sum(each < index for each in taken),
+            index if index < added else None,
+        )
+        for index in range(count)
     ]
+
+
+def _features(named: Any, count: int) -> list[int]:
+    """Return the layers whose outputs a model's `vision_feature_layer` names: of the inputs of all layers and the last output, by place."""
+    places = [named] if isinstance(named, int) else list(named or ())
+    return [place + count if place < 0 else place - 1 for place in places]
 
 
 def select_representatives(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], tuple[int, ...]]:
