@@ -62,7 +62,7 @@ def test_an_estimate_says_what_is_missing_and_what_an_older_version_would_need(e
     assert older.peak_allocated_bytes > 2 * report.peak_allocated_bytes
 
 
-@pytest.mark.parametrize("name", quick(CASES, {*QUICK, "slow-mamba"}))
+@pytest.mark.parametrize("name", quick(CASES, {*QUICK, "slow-mamba", "slow-falcon-h1-checkpointing"}))
 def test_kernels_that_the_cluster_has_take_no_more_than_the_code_in_their_place(estimator, folder, name):
     if name not in SAME_BEFORE and not Software.here().contracts_chunks:
         pytest.skip("this transformers multiplies chunks out, and a trace runs its code")

@@ -50,13 +50,14 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
+        saved = ctx.saved_tensors  # once: under checkpointing a second look is an error
         with unnoted():
-            beside = ctx.undo(ctx.saved_tensors, grad)
+            beside = ctx.undo(saved, grad)
         made = [
             grad.new_empty(like[0], dtype=like[1]) if like is not None and needed else None
             for like, needed in zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
         ]
-        note("fused", "recurrence", reads=[grad, *ctx.saved_tensors], writes=[*beside, *made])
+        note("fused", "recurrence", reads=[grad, *saved], writes=[*beside, *made])
         del beside
         return None, None, *made
 
