@@ -338,10 +338,10 @@ def test_all_nodes_hear_a_signal_that_one_nodes_launcher_gets(root):
 def test_a_batch_script_can_go_on_until_the_run_is_complete(root):
     """SIGUSR1 before the first step is nothing, and in the run it saves; a session that is out of time ends with a code of its own."""
     job, out = (
-        write_job(root, "hours", train={"max_steps": 400, "save_steps": 10_000, "save_total_limit": 9}),
+        write_job(root, "hours", train={"max_steps": 10**6, "save_steps": 10**6, "save_total_limit": 9}),
         root / "hours",
     )
-    command = ["train", job, "--resume", "auto", "--max-hours", "0.012", "--no-export"]
+    command = ["train", job, "--resume", "auto", "--max-hours", "0.008", "--no-export"]
     process = start_toolkit(root, *command)
     while not (out / "cache").exists() and process.poll() is None:
         time.sleep(0.01)
@@ -357,7 +357,7 @@ def test_a_batch_script_can_go_on_until_the_run_is_complete(root):
     last = saved[-1]
     assert shlex.split(shown.splitlines()[-1]) == ["toolkit", *map(str, command)]
     again = run_toolkit(root, *command)
-    assert again.returncode in (0, 75), again.stderr
+    assert again.returncode == 75, again.stderr
     assert f"resumed from {last} at step" in again.stderr
     assert sorted(curve(out)) == list(range(1, max(curve(out)) + 1))
 

@@ -172,11 +172,11 @@ class _LigerLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Return the gradients, scaled in place."""
-        grad_hidden, grad_weight, _ = ctx.saved_tensors
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         for scaled in (grad_hidden, grad_weight):
             if scaled is not None:
                 note("fused", "liger_element_mul", reads=[scaled], writes=[scaled])
-        return *ctx.saved_tensors, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def _next_power_of_2(number: int) -> int:
