@@ -6,12 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import supported_models  # noqa: E402
+
+from toolkit.modeling.proofs import class_and_config  # noqa: E402
+from toolkit.pipeline_parallel.proof import pipeline_proof  # noqa: E402
 
 # Of the 196 that transformers 5.24 has. Three more can be cut into stages, and read images: their jobs are refused stages.
 LEAST = {"estimate": 180, "tensor": 155, "pipeline": 162, "lora": 175, "export": 185}
@@ -41,3 +45,14 @@ def test_what_the_page_says_is_so() -> None:
         if [cell == "no" for cell in cells] != [cell == "no" for cell in wanted[model_type]]:
             wrong[model_type] = [verdict for verdict in support.verdicts if not verdict.supported]
     assert wrong == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4_unified", "got_ocr2"])
+def test_models_that_read_images_are_cut_exactly_too(model_type: str, tmp_path: Path) -> None:
+    supported_models.write_config(model_type, tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    proof = pipeline_proof(*class_and_config(config, trust_remote_code=False))
+    assert proof.problem == ""
+    assert proof.kinds
+    assert proof.difference < 1e-5
