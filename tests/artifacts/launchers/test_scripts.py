@@ -19,7 +19,7 @@ import psutil
 import pytest
 from launcher_plans import TRAINED
 from ranks import free_port
-from train_jobs import job_values, write_inputs
+from train_jobs import job_values, wait_for_step, write_inputs
 
 from toolkit.artifacts.files import emit
 from toolkit.artifacts.launchers.options import LaunchOptions
@@ -397,7 +397,7 @@ def test_a_real_mpi_starts_two_ranks_that_save_when_told_to_end(tools, tmp_path,
         launchers=[launcher],
     )
     run = start(environment, "bash", f"out/{launcher}.sh")
-    wait_for("run/metrics.jsonl", seconds=120)
+    wait_for_step(Path("run"), 1, run, seconds=120)  # before it there is nothing to save
     run.send_signal(signal.SIGTERM)
     shown, _ = run.communicate(timeout=120)
     assert run.returncode == 130, shown
@@ -429,7 +429,7 @@ def test_a_real_run_over_two_nodes_is_cut_and_goes_on_to_the_same_end(tools, tmp
         command = ["bash", f"out {name}/job.sbatch"]
         if name == "cut":
             batch = start(environment, *command)
-            wait_for("cut/metrics.jsonl", seconds=120)
+            wait_for_step(Path("cut"), 1, batch, seconds=120)
             batch.send_signal(signal.SIGUSR1)
             shown, _ = batch.communicate(timeout=200)
             assert batch.returncode == 0, shown
