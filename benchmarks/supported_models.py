@@ -38,6 +38,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "deepseek_v2": {"moe_intermediate_size": 1408, "num_experts_per_tok": 6, "topk_group": 3, "n_group": 8},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": [*["conv", "conv", "full_attention"] * 10, "conv", "conv"]},
