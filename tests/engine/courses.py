@@ -315,6 +315,9 @@ def factors(case: Case) -> tuple[tuple[str, Any], ...]:
     """What distinguishes a case from others, by name."""
     train = case.train
     config = sorted((key, value) for key, value in case.config.items() if key != "num_hidden_layers")
+    dispatched = (
+        case.experts == "whole" and case.sequence_parallel and case.config.get("num_experts_per_tok", 2) < case.tensor
+    )
     return (
         ("stage", case.stage),
         ("strategy", case.strategy),
@@ -330,7 +333,7 @@ def factors(case: Case) -> tuple[tuple[str, Any], ...]:
         ("pieces", bool(case.sequence_parallel)),
         ("pipeline", case.pipeline),
         ("tensor", case.tensor),
-        ("experts", case.experts),
+        ("experts", "dispatched" if dispatched else case.experts),
         ("data", case.data),
         ("schedule", case.schedule),
     )
