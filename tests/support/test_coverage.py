@@ -30,7 +30,7 @@ def rows() -> dict[str, list[str]]:
 
 def test_the_page_has_a_row_of_each_model() -> None:
     found = rows()
-    assert found.keys() == {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    assert {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} <= found.keys()  # an older transformers has fewer
     for place, part in enumerate(supported_models.PARTS):
         assert sum(cells[place] != "no" for cells in found.values()) >= LEAST[part], part
 
