@@ -83,8 +83,8 @@ def absent_images(
         key: Key path that the problem names.
         name: Name of the source.
     """
-    faults: list[tuple[str, str]] = []
-    looked = 0
+    first: tuple[str, str] | None = None
+    looked = others = 0
     for line, record in records:
         given = column_images(record)
         try:
@@ -97,12 +97,16 @@ def absent_images(
                 fault = _absence(image_source(image, folder=folder))
             except ValueError as error:
                 fault = str(error)
-            if fault is not None:
-                faults.append((f"{name}, record at line {line}, {image_key(record, image)}", fault))
-    if faults:
-        where, fault = faults[0]
-        others = f" (and {len(faults) - 1} more images of the first {looked} records)" if len(faults) > 1 else ""
-        yield _problem(f"{fault}{others}", where=where, key=key)
+            if fault is None:
+                continue
+            if first is None:
+                first = f"{name}, record at line {line}, {image_key(record, image)}", fault
+            else:
+                others += 1
+    if first is not None:
+        where, fault = first
+        more = f" (and {others} more images of the first {looked} records)" if others else ""
+        yield _problem(f"{fault}{more}", where=where, key=key)
 
 
 def _absence(source: ImageSource) -> str | None:

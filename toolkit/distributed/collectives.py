@@ -98,7 +98,7 @@ def all_to_all(pieces: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tenso
         pieces: One piece for each rank of the group.
     """
     ones = [1] * group.size()
-    return Pending(tensor=_ops.all_to_all_single(pieces.contiguous(), ones, ones, group.group_name)).wait()
+    return all_to_all_rows(pieces, sent=ones, received=ones, group=group)
 
 
 def all_to_all_rows(

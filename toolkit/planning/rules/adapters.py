@@ -64,7 +64,7 @@ def adapter_kinds(draft: UncheckedPlan) -> Iterator[Problem]:
             "parallel.pipeline": (parallel.pipeline, parallel.pipeline > 1, "it has not been compared with an unsplit model"),
             "parallel.zero_stage": (
                 3,
-                draft.settings.zero_stage == 3 and parallel.strategy == "zero",
+                draft.settings.zero_stage == 3 and draft.under_zero,
                 "its norms read weights outside of the layers for which DeepSpeed gathers them",
             ),
         }  # fmt: skip
@@ -72,7 +72,7 @@ def adapter_kinds(draft: UncheckedPlan) -> Iterator[Problem]:
             if applies:
                 yield _refused("use_dora", "true", key, value, why)
     if train.changes_base:
-        partitioned = draft.settings.zero_stage == 3 and parallel.strategy == "zero"
+        partitioned = draft.settings.zero_stage == 3 and draft.under_zero
         begins = "the singular values are those of whole weights"
         refused = {
             "train.method": ("qlora", train.method == "qlora", "what is left of a weight would be rounded to 4 bits again"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def sound_section(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require that DeepSpeed knows each key, with its type, that no other section sets it, and that its engine uses it."""
     # Most jobs have none: the schema is built when it is first used. Strategies of torch refuse each key.
-    if draft.job.deepspeed and draft.job.parallel.strategy == "zero":
+    if draft.job.deepspeed and draft.under_zero:
         from toolkit.deepspeed_spec.job_section import check_section, run_problems
 
         reading, problems = check_section(draft.job.deepspeed)

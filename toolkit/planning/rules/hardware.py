@@ -92,8 +92,8 @@ def sequence_within_positions(draft: UncheckedPlan) -> Iterator[Problem]:
 
 def lion_needs_kernels(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse DeepSpeed's Lion where its CUDA kernel cannot run."""
-    zero = draft.job.parallel.strategy == "zero"  # DDP has that of bitsandbytes
-    if draft.job.train.optimizer == "lion" and zero and draft.on_cpu and not draft.profile.optimizer:
+    # DDP has that of bitsandbytes.
+    if draft.job.train.optimizer == "lion" and draft.under_zero and draft.on_cpu and not draft.profile.optimizer:
         yield Problem(
             code="OPTIMIZER_CARD",
             key="train.optimizer",

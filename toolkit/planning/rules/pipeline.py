@@ -137,8 +137,7 @@ def _halt(path: str, what: str, *, source: str, instead: str = "") -> Problem:
 
 def gathered_by_the_engine(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require a ZeRO optimizer: with others DeepSpeed lets no other code order the passes."""
-    parallel = draft.job.parallel
-    if parallel.strategy == "zero" and parallel.pipeline > 1 and draft.settings.zero_stage == 0:
+    if draft.under_zero and draft.job.parallel.pipeline > 1 and draft.settings.zero_stage == 0:
         yield Problem(
             code="PIPELINE_ZERO_STAGE",
             key="parallel.zero_stage",

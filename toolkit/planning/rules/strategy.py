@@ -153,7 +153,7 @@ def strategy_keys(draft: UncheckedPlan) -> Iterator[Problem]:
 
 def qlora_partitions(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse QLoRA under ZeRO-3, whose partitioning casts and flattens packed 4-bit weights (peft #306)."""
-    if draft.job.train.method == "qlora" and draft.settings.zero_stage == 3 and draft.job.parallel.strategy == "zero":
+    if draft.job.train.method == "qlora" and draft.settings.zero_stage == 3 and draft.under_zero:
         yield Problem(
             code="QLORA_STAGE",
             key="train.method",

@@ -197,9 +197,9 @@ def pieces_of_sequences(draft: UncheckedPlan) -> Iterator[Problem]:
 
 def counted_norm(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse 16 bit at stage 0, where DeepSpeed's optimizers copy masters without the marks of sharded parameters."""
-    settings, parallel = draft.settings, draft.job.parallel
-    is_zero = parallel.strategy == "zero"  # the others are refused as such
-    if is_zero and parallel.tensor > 1 and settings.zero_stage == 0 and settings.dtype != "fp32":
+    settings = draft.settings
+    # Other strategies are refused as such.
+    if draft.under_zero and draft.job.parallel.tensor > 1 and settings.zero_stage == 0 and settings.dtype != "fp32":
         yield Problem(
             code="TP_ZERO_STAGE",
             key="parallel.zero_stage",
