@@ -134,11 +134,9 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
 
     source = checkpoint or last_checkpoint(plan) or latest_checkpoint(plan.output_dir)
     try:
-        best = _best(plan, source)
-        if best is not None and best.is_dir():
-            source = best
-        elif best is not None:
-            say(f"warning: the best checkpoint, {best}, is not there: the last one is exported")
+        source, gone = _to_export(plan, source)
+        if gone is not None:
+            say(f"warning: the best checkpoint, {gone}, is not there: the last one is exported")
         say(f"exporting {source} ...")
         done = load_exporter()(
             source,
@@ -161,12 +159,13 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
     return _pushed(plan, Exported(folder=done.folder, checked=describe_checks(done)), source)
 
 
-def _best(plan: Plan, last: Path) -> Path | None:
-    """Return the checkpoint that is to be exported for its metric, if the job says so; it may be gone."""
+def _to_export(plan: Plan, last: Path) -> tuple[Path, Path | None]:
+    """Return the checkpoint to export, which is the best for its metric if the job says so, and that one if it is gone."""
     from toolkit.checkpoint.best import promised_checkpoint
     from toolkit.checkpoint.state import State
 
-    return promised_checkpoint(plan, State.load(last).hooks)
+    best = promised_checkpoint(plan, State.load(last).hooks)
+    return (last, best) if best is not None and not best.is_dir() else (best or last, None)
 
 
 def _export_command(plan: Plan, source: Path, *options: str) -> str:
@@ -229,10 +228,9 @@ def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json:
     folder = plan.output_dir / "export"
     exported: Exported | None = None
     if _is_export_of(folder, point):
-        # What the hub has already is not sent again, and makes no commit.
-        best = _best(plan, point.folder)
-        source = best if best is not None and best.is_dir() else point.folder
-        exported = Exported(folder=folder) if no_export else _pushed(plan, Exported(folder=folder), source)
+        exported = Exported(folder=folder)
+        if not no_export:  # what the hub has already is not sent again, and makes no commit
+            exported = _pushed(plan, exported, _to_export(plan, point.folder)[0])
     elif not no_export:
         exported = export_finished(plan, point.folder, verify_first=True)
     code, again = (0, None) if exported is None else (exported.exit_code, exported.again)
