@@ -31,13 +31,15 @@ UNSEEN = frozenset(
     | {"q4b-planned", "q05-compile", "l3b-micro8", "l1b-chunked", "q17-micro4", "q4b-micro4", "l1b-full-loss"}
     | {"sm-lora-micro2", "l3b-lora-32k-liger", "l8b-lora-zero0", "sm-lora-zero0", "l3b-lora-32k-zero0"}
 )
+# Lists of tests/data/cards and the results of their runs, whose models and tasks no constant was chosen by.
+LISTED = {"architecture_cases.yaml": "architectures", "task_cases.yaml": "tasks", "long_cases.yaml": "long", "offload_cases.yaml": "offload"}
 # Rows whose optimizers ran on the host, whose memory they shared with other cases beside them.
 HOST_SHARED = frozenset({"optimizer-cpu-zero1", "full-cpu-zero3", "full-cpu-zero3-2", "twin-flow-zero3-2"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A measured run: `toolkit`, `planned` and `parallel` of the toolkit's own loop, `engine` and `h100` of the plain engine.
+    """A measured run: `toolkit`, `planned`, `listed` and `parallel` of the toolkit's own loop, `engine` and `h100` of the plain engine.
 
     Those of `parallel` are of two cards, and of ranks of pipelines that ran alone; no constant was chosen by them. ZeRO takes the norms
     of all gradients at once in runs that name the version of the toolkit, which earlier ones do not.
@@ -60,7 +62,7 @@ class Row:
 
     @property
     def compiled(self) -> bool:
-        if self.source not in ("toolkit", "planned"):
+        if self.source not in ("toolkit", "planned", "listed"):
             return False
         return bool(self.what["case"].get("train", {}).get("torch_compile"))
 
@@ -79,6 +81,10 @@ def rows() -> Iterator[Row]:
                 yield Row(
                     source=source, name=run["id"], what=run, seconds=seconds, short_step="toolkit" in run["versions"]
                 )
+    for cases, name in LISTED.items():
+        for run in _lines(RESULTS / f"{name}-1xh200.jsonl"):
+            if run["mode"] == "toolkit":
+                yield Row(source="listed", name=run["id"], what=run | {"list": cases}, seconds=run["step_seconds"], short_step=True)
     yield from _parallel_rows()
     for run in measured_runs():
         yield Row(source="h100", name=run["id"], what=run, seconds=run["step_seconds"])
@@ -172,7 +178,7 @@ def plan_of(row: Row, folder: Path) -> Any:
     if row.source == "engine":
         cases = {case["id"]: case for case in measure.read_cases(CARDS / "cases.yaml")}
         return measure.estimated_case(cases[row.name], folder, gpu="h200-sxm-141gb").plan()
-    file = "planned_cases.yaml" if row.source == "planned" else "speed_cases.yaml"
+    file = row.what.get("list") or ("planned_cases.yaml" if row.source == "planned" else "speed_cases.yaml")
     cases = {case["id"]: case for case in job_speed.read_cases(CARDS / file)}
     return job_speed.plan_of(
         {**cases[row.name.removesuffix(", short step")], **row.what["case"]}, folder, gpu="h200-sxm-141gb"
@@ -263,7 +269,7 @@ def table(found: Sequence[Compared]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-compile", action="store_true", help="leave out compiled rows, which take longest")
-    parser.add_argument("--source", choices=("toolkit", "planned", "parallel", "engine", "h100"))
+    parser.add_argument("--source", choices=("toolkit", "planned", "listed", "parallel", "engine", "h100"))
     options = parser.parse_args()
     chosen = [
         row for row in rows() if not (options.without_compile and row.compiled) and options.source in (None, row.source)

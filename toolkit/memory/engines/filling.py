@@ -10,6 +10,7 @@ from toolkit.memory.trace.events import Parameter
 
 FP32_ITEMSIZE = 4
 # Names of embeddings and output projections in transformers.
+_EMBEDDINGS = ("embed_in", "embed_tokens", "wte", "wpe", "word_embeddings", "tok_embeddings")
 EMBEDDINGS_AND_HEADS = ("embed_tokens", "embed_in", "embed_positions", "wte", "wpe", "lm_head", "embed_out")
 
 
@@ -83,7 +84,7 @@ def group_of(module: str) -> str:
     for index, part in enumerate(parts):
         if part.isdigit():
             return ".".join(parts[: index + 1])
-    return "embedding" if any(word in module for word in ("embed_in", "embed_tokens", "wte", "wpe")) else "tail"
+    return "embedding" if any(word in module for word in _EMBEDDINGS) else "tail"
 
 
 def _is_adapter(parameter: Parameter) -> bool:

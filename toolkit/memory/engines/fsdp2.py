@@ -16,9 +16,6 @@ from toolkit.memory.trace.events import MemoryTrace, Parameter, in_blocks
 
 MASTER_ITEMSIZE = 4
 
-# Names of output projections in transformers.
-HEADS = ("lm_head", "embed_out")
-
 
 class Fsdp2(EngineReplay):
     """FSDP2: the parameters of a group are whole only while its layer runs."""
@@ -26,7 +23,7 @@ class Fsdp2(EngineReplay):
     def __init__(self, trace: MemoryTrace, settings: EngineSettings, *, workspace_bytes: int, rank: int = 0) -> None:
         super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank)
         # Tied weights are one parameter, which is in the tail's group (fsdp2_prepare_model).
-        self._tied = not any(parameter.module.endswith(HEADS) for parameter in trace.parameters)
+        self._tied = bool(trace.tied)
         self._groups: dict[str, list[Parameter]] = {}
         for parameter in trace.parameters:
             self._groups.setdefault(self._group(parameter.module), []).append(parameter)

@@ -88,8 +88,8 @@ class EngineSettings:
         drawn: Whether DDP's and FSDP2's weights are drawn, and not read.
         ddp: Options of DDP.
         node_size: Ranks of a node.
-        short_step: Whether ZeRO takes norms of all gradients at once, and casts them as it flattens them, as the toolkit has it do, and
-            DeepSpeed alone does not (deepspeed_private.py shorten_step).
+        short_step: Whether the toolkit runs the step: it frees the loss and its graph before, where scripts keep them, and under ZeRO has
+            norms of all gradients taken at once, and these cast as they are flattened (deepspeed_private.py shorten_step).
         overlapped: Whether the toolkit steps an optimizer on the host beside the card (toolkit/offload/overlapped.py).
         kept_share: Share of the state that the card has and steps then.
         streamed: Weights of decoder layers that it brings from the host (toolkit/offload/streamed_layers.py): all, or frozen ones; None

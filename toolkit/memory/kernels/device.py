@@ -37,6 +37,16 @@ class Device:
             return cls(capability=8.0, num_multiprocessors=count)
 
     @property
+    def threads_per_multiprocessor(self) -> int:
+        """Threads that a multiprocessor has at most (CUDA C++ programming guide, technical specifications per compute capability)."""
+        if self.capability == 7.5:
+            return 1024
+        return 1536 if self.capability in (8.6, 8.7, 8.9) or self.capability >= 12.0 else 2048
+
+    @property
     def prefers_cudnn(self) -> bool:
         """True if cuDNN's attention comes first (check_prefer_cudnn_attention; wheels of CUDA 13)."""
         return 9.0 <= self.capability < 11.0
+
+
+HOPPER = Device(capability=9.0)

@@ -187,6 +187,30 @@ def torch_functions() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _masks_of_ones() -> Iterator[None]:
+    """Drop a mask that a model makes itself for want of one, as decoders behind an encoder do: its ones can be read on real tensors.
+
+    Source:
+        transformers models/bart/modeling_bart.py BartDecoder; masking_utils.py _ignore_causal_mask_sdpa.
+    """
+    ones, preprocess = torch.ones, masking_utils._preprocess_mask_arguments
+
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = ones(*args, **kwargs)
+        made.is_all_ones = True
+        return made
+
+    def without_ones(config: Any, embeds: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        return preprocess(config, embeds, None if getattr(mask, "is_all_ones", False) else mask, *args, **kwargs)
+
+    torch.ones, masking_utils._preprocess_mask_arguments = make, without_ones
+    try:
+        yield
+    finally:
+        torch.ones, masking_utils._preprocess_mask_arguments = ones, preprocess
+
+
+@contextlib.contextmanager
 def cuda_kernels(device: Device, *, packed: bool = False) -> Iterator[None]:
     """Run attention, its masks, experts and dropout as a CUDA card would.
 
@@ -210,7 +234,7 @@ def cuda_kernels(device: Device, *, packed: bool = False) -> Iterator[None]:
     functional.grouped_mm = _grouped_mm(grouped_mm)
     moe._can_use_grouped_mm = lambda *_: device.capability >= GROUPED_MM_MIN_CAPABILITY
     try:
-        with traced_flash(packed=packed):
+        with traced_flash(packed=packed), _masks_of_ones():
             yield
     finally:
         functional.scaled_dot_product_attention = attention

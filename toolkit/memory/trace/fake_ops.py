@@ -137,3 +137,15 @@ def same_types(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             name = str(function).split(".")[1]
             raise TypeError(f"{name} of tensors of the types {' and '.join(types)}, which torch multiplies only in one")
     return NotImplemented
+
+
+def norm_statistics(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return mean and deviation of rows in fp32, as a card keeps them for the backward pass; on a CPU they have the input's type.
+
+    Source:
+        aten/src/ATen/native/cuda/layer_norm_kernel.cu layer_norm_cuda.
+    """
+    if function is not aten.native_layer_norm.default or args[0].dtype not in (torch.float16, torch.bfloat16):
+        return NotImplemented
+    out, mean, deviation = function(*args, **kwargs)
+    return out, torch.empty_like(mean, dtype=torch.float32), torch.empty_like(deviation, dtype=torch.float32)

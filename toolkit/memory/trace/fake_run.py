@@ -45,6 +45,7 @@ from toolkit.memory.trace.fake_ops import (
     disable_layer_dropout,
     inplace_collectives,
     known_values,
+    norm_statistics,
     same_types,
 )
 from toolkit.memory.trace.fake_results import fake_like
@@ -125,7 +126,7 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                     looped = LoopedExperts(empty.config, spec.routing, num_ranks=num_owners)
                 if num_owners > 1:
                     own = RowsOfRank(empty.config, spec.routing, num_ranks=num_owners)
-                rules: list[FakeOpRule] = [disable_layer_dropout, inplace_collectives]
+                rules: list[FakeOpRule] = [disable_layer_dropout, inplace_collectives, norm_statistics]
                 rules += [rule for rule in (own, looped) if rule is not None]
                 if spec.images is not None:
                     rules.append(known_values)
@@ -139,7 +140,9 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                     linear_modules(zero3=spec.keeps_inputs),
                 ):
                     for chunk in range(1 if made.part is None else len(made.part.chunks)):
-                        tracing = LayerSegmenter(made.model, made.stacks, marked=spec.marks_modules, answers=rules)
+                        tracing = LayerSegmenter(
+                            made.model, made.stacks, marked=spec.marks_modules, device=spec.device, answers=rules
+                        )
                         ends = None if made.part is None else _boundary(spec, made.model, made.part, chunk)
                         running, around = tracing, ends  # each step binds its own
                         step = partial(_step, spec, made.model, running, losses)
@@ -212,7 +215,11 @@ def trace_module(
             model.train()
             with linear_modules(zero3=False):
                 tracing = LayerSegmenter(
-                    model, [], marked=marks_modules, answers=[disable_layer_dropout, inplace_collectives, same_types]
+                    model,
+                    [],
+                    marked=marks_modules,
+                    device=device,
+                    answers=[disable_layer_dropout, inplace_collectives, same_types, norm_statistics],
                 )
                 tracing.run(partial(step, model))
             made = TraceRun(model=model, stacks=[], runs=[(tracing, None)], noted=_NOTED).expanded([])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from toolkit.memory.kernels.device import Device
 from toolkit.memory.kernels.operations import OperationRecorder, Place, recording
 from toolkit.memory.kernels.zero3 import hook_modules
 from toolkit.memory.trace.attribution import LOSS, AttributionStack, cause_of
@@ -86,10 +87,17 @@ class LayerSegmenter:
         stacks: Layers of the model, with its paths.
         marked: Whether the hooks of ZeRO-3 are marked.
         answers: Rules for operations that read values; an operation without one fails.
+        device: Card.
     """
 
     def __init__(
-        self, model: Any, stacks: Sequence[LayerStack], *, marked: bool, answers: Sequence[FakeOpRule] = ()
+        self,
+        model: Any,
+        stacks: Sequence[LayerStack],
+        *,
+        marked: bool,
+        device: Device,
+        answers: Sequence[FakeOpRule] = (),
     ) -> None:
         self.forward: list[Segment] = []
         self.backward: list[Segment] = []
@@ -105,7 +113,6 @@ class LayerSegmenter:
         self._owner: LayerRef = None
         self._inside = False  # whether a layer's forward pass is running
         self._running = self.forward
-        self._head_input: torch.Tensor | None = None
         self._ran: list[tuple[int, int]] = []
         self._handles: list[Any] = []
         self.operations = OperationRecorder(owner=lambda: self._owner, place=self._place)
@@ -115,6 +122,7 @@ class LayerSegmenter:
             owner=lambda: self._owner,
             answers=answers,
             operations=self.operations,
+            device=device,
         )
 
     def run(
@@ -146,7 +154,6 @@ class LayerSegmenter:
                 torch.set_grad_enabled(backward),
             ):
                 root = step()
-                self._head_input = None
                 if ends.reported is not None:
                     ends.reported_bytes = self.tracker.hand_over(ends.reported)
                 if not backward and ends.sends_on:
@@ -285,14 +292,9 @@ class LayerSegmenter:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient(name)))
 
     def _end_of_loss(self, module: nn.Module, args: Any) -> None:
-        """Register the end of the loss on a head's input: once that has its gradient, the loss's backward pass is over.
-
-        A model that receives labels computes its loss while its frame still holds that input, which matters where the head
-        is frozen and saves nothing itself.
-        """
+        """Register the end of the loss on a head's input: once that has its gradient, the loss's backward pass is over."""
         tensor = _first_tensor(args)
         if tensor is not None and tensor.requires_grad:
-            self._head_input = tensor
             tensor.register_hook(lambda _: setattr(self._causes, "in_loss", False))  # type: ignore[no-untyped-call]
 
     def _leave_layers(self, module: nn.Module, args: Any) -> None:

@@ -14,20 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from toolkit.memory.kernels.device import HOPPER, Device
 from toolkit.memory.kernels.operations import OperationRecorder
+from toolkit.memory.kernels.temporary import temporary_bytes
 from toolkit.memory.trace.events import LayerRef, Recorder, Release, in_blocks
 from toolkit.memory.trace.fake_ops import FakeOpRule
 from toolkit.memory.trace.fake_results import FakeResults
-
-# Bytes that a CUDA kernel, given its first argument, allocates in addition to its result, which fake tensors do not show:
-# grad * output (cuda/SoftMax.cu softmax_backward_cuda_out), isneginf of the scores (transformers/attention.cpp
-# _safe_softmax), the exponentials (ReduceOps.cpp logsumexp_out_impl).
-WITHIN_CALL: Mapping[Any, Callable[[torch.Tensor], int]] = {
-    torch.ops.aten._softmax_backward_data.default: lambda gradient: gradient.nbytes,
-    torch.ops.aten._safe_softmax.default: lambda scores: scores.numel(),
-    torch.ops.aten.logsumexp.default: lambda scores: scores.nbytes,
-}
-
 
 _DEVICE = torch.ops.prim.device.default
 _is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
@@ -52,6 +44,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         owner: Function that returns the running layer.
         answers: Rules for operations that read values, in order; fake tensors run an operation without one.
         operations: Recorder of what is computed; None to record nothing.
+        device: Card, which decides what kernels allocate while they run.
 
     Source:
         torch/distributed/_tools/mem_tracker.py watches storages through weak references in the same way.
@@ -65,6 +58,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         owner: Callable[[], LayerRef],
         answers: Sequence[FakeOpRule] = (),
         operations: OperationRecorder | None = None,
+        device: Device = HOPPER,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
@@ -72,6 +66,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._owner = owner
         self._answers = answers
         self._operations = operations
+        self._device = device
         self._results = FakeResults()
         self._live: dict[int, _Storage] = {}
         self._on_host = False
@@ -105,9 +100,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self._watch(leaf)
-        within = WITHIN_CALL.get(function)
-        if within is not None and not self._on_host:
-            self._pass_through(in_blocks(within(args[0])))
+        if not self._on_host and (sizes := temporary_bytes(function, args, kwargs or {}, device=self._device)):
+            self._pass_through(sum(map(in_blocks, sizes)))
         if self._operations is not None:
             self._operations.dispatched(function, args, kwargs, result)
         return result
