@@ -2,6 +2,7 @@
 
     python benchmarks/estimate.py accuracy          # measured runs of tests/data/h100.jsonl and cards, as Markdown tables
     python benchmarks/estimate.py fused             # compiled layers and Liger's kernels: tests/data/cards/speed_runs.jsonl
+    python benchmarks/estimate.py listed            # other architectures, tasks and 131,072 tokens: benchmarks/results
     python benchmarks/estimate.py caps              # the same runs with torch held to what the estimate says is required
     python benchmarks/estimate.py speed             # llama-3.1-405b on 1,024 cards and others: seconds and memory
 
@@ -268,16 +269,43 @@ def one(model: str, gpu: str, per_node: int, nodes: int) -> None:
     print(json.dumps({"estimate": took, "imports": imported - began, "gib": peak / 2**30}))
 
 
+def listed() -> None:
+    """Prints the peaks of runs of architectures, tasks and long sequences that the other tables lack, by phase the farthest."""
+    from job_speed import plan_of, read_cases
+    from step_time import LISTED
+
+    from toolkit.memory.estimate import estimate
+    from toolkit.units import GIB
+
+    errors = []
+    print("| run | measured GiB | toolkit | the farthest phase |\n|---|---|---|---|")
+    for cases, name in LISTED.items():
+        if name == "offload":  # docs/offload.md
+            continue
+        by_name = {case["id"]: case for case in read_cases(ROOT / "tests" / "data" / "cards" / cases)}
+        for run in map(json.loads, (ROOT / "benchmarks" / "results" / f"{name}-1xh200.jsonl").read_text("utf-8").splitlines()):
+            with tempfile.TemporaryDirectory() as folder:
+                report = estimate(plan_of(by_name[run["id"]], Path(folder), gpu="h200-sxm-141gb"))
+            measured, phases = run["peak_allocated_bytes"], report.ranks[0].phases
+            off = {phase: phases[phase].allocated_bytes / size - 1 for phase, size in run["peak_bytes"].items()}
+            farthest = max(off, key=lambda phase: abs(off[phase]))
+            error = report.peak_allocated_bytes / measured - 1
+            errors.append(abs(error))
+            peaks = f"{measured / GIB:.2f} | {report.peak_allocated_bytes / GIB:.2f} ({error:+.3%})"
+            print(f"| {run['id']} | {peaks} | {farthest} ({off[farthest]:+.3%}) |")
+    print(f"\nmedian {statistics.median(errors):.4%}, worst {max(errors):.4%} of {len(errors)} runs")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["accuracy", "fused", "caps", "speed", "one"])
+    parser.add_argument("what", choices=["accuracy", "fused", "listed", "caps", "speed", "one"])
     parser.add_argument("values", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.what == "one":
         model, gpu, per_node, nodes = options.values
         one(model, gpu, int(per_node), int(nodes))
     else:
-        {"accuracy": accuracy, "fused": fused, "caps": caps, "speed": speed}[options.what]()
+        {"accuracy": accuracy, "fused": fused, "listed": listed, "caps": caps, "speed": speed}[options.what]()
 
 
 if __name__ == "__main__":

@@ -360,7 +360,7 @@ def foreseen(case: Mapping[str, Any], folder: Path, options: argparse.Namespace)
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:400]}"}
     phases = {name: phase.allocated_bytes for name, phase in report.ranks[0].phases.items()}
-    host = max(report.host.bytes_per_rank.values())
+    host = sum(report.host.bytes_per_rank.values())
     return {"peak_bytes": phases, "peak_allocated_bytes": report.peak_allocated_bytes, "host_peak_bytes": host}
 
 

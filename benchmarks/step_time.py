@@ -31,7 +31,7 @@ UNSEEN = frozenset(
     | {"q4b-planned", "q05-compile", "l3b-micro8", "l1b-chunked", "q17-micro4", "q4b-micro4", "l1b-full-loss"}
     | {"sm-lora-micro2", "l3b-lora-32k-liger", "l8b-lora-zero0", "sm-lora-zero0", "l3b-lora-32k-zero0"}
 )
-# Lists of tests/data/cards and the results of their runs, whose models and tasks no constant was chosen by.
+# Lists of tests/data/cards and the results of their runs. No constant was chosen by those of the first three.
 LISTED = {"architecture_cases.yaml": "architectures", "task_cases.yaml": "tasks", "long_cases.yaml": "long", "offload_cases.yaml": "offload"}
 # Rows whose optimizers ran on the host, whose memory they shared with other cases beside them.
 HOST_SHARED = frozenset({"optimizer-cpu-zero1", "full-cpu-zero3", "full-cpu-zero3-2", "twin-flow-zero3-2"})
@@ -58,6 +58,8 @@ class Row:
             return "unseen"
         if self.name.startswith("strategy-"):
             return "strategies"
+        if self.source == "listed":
+            return "offload" if self.what["list"] == "offload_cases.yaml" else "architectures"
         return "compiled" if self.source == "toolkit" and self.compiled else self.source
 
     @property
@@ -84,7 +86,8 @@ def rows() -> Iterator[Row]:
     for cases, name in LISTED.items():
         for run in _lines(RESULTS / f"{name}-1xh200.jsonl"):
             if run["mode"] == "toolkit":
-                yield Row(source="listed", name=run["id"], what=run | {"list": cases}, seconds=run["step_seconds"], short_step=True)
+                what = run | {"list": cases}
+                yield Row(source="listed", name=run["id"], what=what, seconds=run["step_seconds"], short_step=True)
     yield from _parallel_rows()
     for run in measured_runs():
         yield Row(source="h100", name=run["id"], what=run, seconds=run["step_seconds"])

@@ -20,6 +20,8 @@ QUICK_UNSEEN = {"llama-1b-zero3", "llama-3b-lora-liger", "gpt-oss-eager", "l3b-l
 # at another hour.
 BOUNDS = {
     "unseen": (0.03, 0.13, 0.15),
+    "architectures": (0.08, 0.26, 0.30),
+    "offload": (0.06, 0.12, 0.17),
     "strategies": (0.02, 0.06, 0.15),
     "planned": (0.03, 0.06, 0.08),
     "toolkit": (0.035, 0.12, 0.26),
@@ -38,6 +40,7 @@ def folder(tmp_path_factory):
 def test_the_rows_are_those_of_several_cards_and_loops():
     counts = {name: sum(row.kind == name for row in ROWS) for name in BOUNDS}
     assert counts["unseen"] == 17
+    assert counts["architectures"] >= 32
     assert counts["toolkit"] >= 14
     assert counts["compiled"] >= 15
     assert counts["parallel"] >= 14

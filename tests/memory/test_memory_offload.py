@@ -34,6 +34,6 @@ def test_card_and_host_take_what_was_foreseen(tmp_path, name):
     for phase in ("forward", "backward", "step"):
         near = 0.05 if compiled else 0.0005
         assert phases[phase].allocated_bytes == pytest.approx(run["peak_bytes"][phase], rel=near), phase
-    assert report.peak_allocated_bytes == pytest.approx(run["peak_allocated_bytes"], rel=0.03 if compiled else 0.0005)
+    assert report.peak_allocated_bytes == pytest.approx(run["peak_allocated_bytes"], rel=0.04 if compiled else 0.0005)
     # The process itself, 2 GiB, is that of a node with another number of processors.
     assert sum(report.host.bytes_per_rank.values()) == pytest.approx(run["host_peak_bytes"], abs=0.5 * GIB)

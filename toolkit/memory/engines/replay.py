@@ -95,11 +95,11 @@ class EngineReplay(ABC):
                 self._follow(self.course, cold=step == 0)
             for micro in range(micro_steps if self.course is None else 0):
                 self._pass(first=micro == 0, last=micro == micro_steps - 1, cold=step == 0 and micro == 0)
-            if self.settings.short_step:
+            if self.settings.frees_graph:
                 self._replay(self.trace.after)
             self.account.enter("step")
             self.step()
-            if not self.settings.short_step:
+            if not self.settings.frees_graph:
                 self._replay(self.trace.after)
             if self.course is not None:
                 self._end_course(self.course)

@@ -88,8 +88,9 @@ class EngineSettings:
         drawn: Whether DDP's and FSDP2's weights are drawn, and not read.
         ddp: Options of DDP.
         node_size: Ranks of a node.
-        short_step: Whether the toolkit runs the step: it frees the loss and its graph before, where scripts keep them, and under ZeRO has
-            norms of all gradients taken at once, and these cast as they are flattened (deepspeed_private.py shorten_step).
+        short_step: Whether ZeRO takes norms of all gradients at once, and casts them as it flattens them, as the toolkit has it do, and
+            DeepSpeed alone does not (deepspeed_private.py shorten_step).
+        frees_graph: Whether the loss and its graph are gone before the step, as in the toolkit's loop, and not in a script's.
         overlapped: Whether the toolkit steps an optimizer on the host beside the card (toolkit/offload/overlapped.py).
         kept_share: Share of the state that the card has and steps then.
         streamed: Weights of decoder layers that it brings from the host (toolkit/offload/streamed_layers.py): all, or frozen ones; None
@@ -127,6 +128,7 @@ class EngineSettings:
     ddp: Ddp = field(default_factory=Ddp)
     node_size: int = 1
     short_step: bool = False
+    frees_graph: bool = False
     overlapped: bool = False
     kept_share: float = 0.0
     streamed: Literal["all", "frozen"] | None = None
@@ -222,6 +224,7 @@ def engine_settings(
     settings = replace(
         settings,
         short_step=True,
+        frees_graph=True,
         overlapped=plan.offload_engine == "overlapped",
         kept_share=1 - plan.settings.offload_ratio if plan.offload_engine == "overlapped" else 0.0,
         streamed=("all" if plan.job.train.method == "full" else "frozen") if plan.profile.streams else None,
