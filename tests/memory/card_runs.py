@@ -46,11 +46,15 @@ class Reports(dict[str, MemoryReport]):
 
 
 @contextmanager
-def deepspeeds_own_step() -> Iterator[None]:
-    """Estimate ZeRO's step as DeepSpeed alone takes it, as it was in runs that do not name the toolkit's version."""
+def deepspeeds_own_step(*, frees_graph: bool = False) -> Iterator[None]:
+    """Estimate ZeRO's step as DeepSpeed alone takes it, as it was in runs that do not name the toolkit's version.
+
+    Args:
+        frees_graph: Whether the toolkit's loop ran it, not a script that keeps the loss.
+    """
 
     def settings_of(*arguments: Any, **options: Any) -> EngineSettings:
-        return replace(engine_settings(*arguments, **options), short_step=False)
+        return replace(engine_settings(*arguments, **options), short_step=False, frees_graph=frees_graph)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("toolkit.memory.estimate.engine_settings", settings_of)
