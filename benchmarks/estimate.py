@@ -283,7 +283,9 @@ def listed() -> None:
         if name == "offload":  # docs/offload.md
             continue
         by_name = {case["id"]: case for case in read_cases(ROOT / "tests" / "data" / "cards" / cases)}
-        for run in map(json.loads, (ROOT / "benchmarks" / "results" / f"{name}-1xh200.jsonl").read_text("utf-8").splitlines()):
+        for run in map(
+            json.loads, (ROOT / "benchmarks" / "results" / f"{name}-1xh200.jsonl").read_text("utf-8").splitlines()
+        ):
             with tempfile.TemporaryDirectory() as folder:
                 report = estimate(plan_of(by_name[run["id"]], Path(folder), gpu="h200-sxm-141gb"))
             measured, phases = run["peak_allocated_bytes"], report.ranks[0].phases

@@ -32,7 +32,12 @@ UNSEEN = frozenset(
     | {"sm-lora-micro2", "l3b-lora-32k-liger", "l8b-lora-zero0", "sm-lora-zero0", "l3b-lora-32k-zero0"}
 )
 # Lists of tests/data/cards and the results of their runs. No constant was chosen by those of the first three.
-LISTED = {"architecture_cases.yaml": "architectures", "task_cases.yaml": "tasks", "long_cases.yaml": "long", "offload_cases.yaml": "offload"}
+LISTED = {
+    "architecture_cases.yaml": "architectures",
+    "task_cases.yaml": "tasks",
+    "long_cases.yaml": "long",
+    "offload_cases.yaml": "offload",
+}
 # Rows whose optimizers ran on the host, whose memory they shared with other cases beside them.
 HOST_SHARED = frozenset({"optimizer-cpu-zero1", "full-cpu-zero3", "full-cpu-zero3-2", "twin-flow-zero3-2"})
 

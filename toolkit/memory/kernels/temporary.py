@@ -21,7 +21,9 @@ _MAX_VECTOR = 4
 _MAX_INDEXED_BYTES = 2**31  # above, a reduction is taken in pieces (can_use_32bit_indexing)
 
 
-def temporary_bytes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, device: Device) -> tuple[int, ...]:
+def temporary_bytes(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, device: Device
+) -> tuple[int, ...]:
     """Return the sizes of the blocks that a call allocates and releases, all at once.
 
     Source:
