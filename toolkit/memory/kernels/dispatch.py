@@ -195,8 +195,8 @@ def _masks_of_ones() -> Iterator[None]:
     """
     ones, preprocess = torch.ones, masking_utils._preprocess_mask_arguments
 
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = ones(*args, **kwargs)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made: Any = ones(*args, **kwargs)
         made.is_all_ones = True
         return made
 
