@@ -630,8 +630,27 @@ def test_overwrite_deletes_only_what_a_run_wrote(root, tmp_path, capsys):
         (tmp_path / name).mkdir()
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "checkpoint-notes.txt").write_text("keep me")
-    guard_output(plan, resuming=False, overwrite=True)
+    guard_output(plan, resuming=False, overwrite=True, exports=True)
     assert files(tmp_path) == {"notes", "checkpoint-notes.txt"}
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "export").write_text("a file of the user's")
+    guard_output(plan, resuming=False, overwrite=True, exports=False)
+    assert files(tmp_path) == {"notes", "checkpoint-notes.txt", "export"}
+
+
+def test_a_file_where_the_export_will_be_is_refused_before_the_start(root, whole, tmp_path, capsys):
+    job, file = write_job(root, "filed", train={"output_dir": str(tmp_path)}), tmp_path / "export"
+    file.write_text("a file of the user's")
+    (tmp_path / "metrics.jsonl").write_text("")
+    for options in (["--overwrite"], ["--overwrite", "--dry-run"]):
+        code, lines = refused(root, capsys, job, *options)
+        assert (code, codes(lines)) == (2, ["EXPORT_EXISTS"])
+        assert files(tmp_path) == {"export", "metrics.jsonl"}
+    assert main(["train", str(job), "--overwrite", "--dry-run", "--no-export"]) == 0
+    last = str(root / "whole" / f"checkpoint-{STEPS}")
+    assert main(["export", last, "--out", str(file), "--overwrite"]) == 2
+    assert codes(capsys.readouterr().err.splitlines()) == ["EXPORT_EXISTS"]
+    assert file.read_text() == "a file of the user's"
 
 
 def test_a_damaged_checkpoint_does_not_stop_the_report(root, tmp_path):

@@ -106,6 +106,20 @@ def test_a_failure_keeps_the_old_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(CheckpointError), staged_folder(target, overwrite=False):
         pass
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    with staged_folder(link, overwrite=True):
+        pass
+    assert (link.is_symlink(), {path.name for path in tmp_path.iterdir()}) == (False, {"out", "link"})
+    assert (target / "new").exists()
+
+
+def test_a_file_is_never_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "export"
+    file.write_text("notes")
+    with pytest.raises(CheckpointError, match="move that file") as caught, staged_folder(file, overwrite=True):
+        pass
+    assert (caught.value.codes, file.read_text()) == (("EXPORT_EXISTS",), "notes")
 
 
 def test_what_killed_exports_left_is_removed(tmp_path):

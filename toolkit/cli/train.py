@@ -232,7 +232,7 @@ def _train(
     warn(call.warnings(plan))
     if not under_launcher:
         prove_before_start(plan)
-    guard_output(plan, resuming=call.resume is not None, overwrite=overwrite)
+    guard_output(plan, resuming=call.resume is not None, overwrite=overwrite, exports=not call.no_export)
     if under_launcher:
         begin_in(plan.output_dir, elastic=elastic)
         plan.save(plan.output_dir / "plan.json")
@@ -332,7 +332,13 @@ def _show(plan: Plan, call: Call, place: WorkerIdentity | Node | None, *, overwr
         warnings = []
     else:
         check_stop_after(call.stop_after, 0 if point is None else point.state.step)
-        refused = check_dry_run(plan, resuming=call.resume is not None, overwrite=overwrite, launched=place is not None)
+        refused = check_dry_run(
+            plan,
+            resuming=call.resume is not None,
+            overwrite=overwrite,
+            exports=not call.no_export,
+            launched=place is not None,
+        )
         warnings = [*refused, *call.warnings(plan)]
     command = call.command(None if point is None else point.folder, overwrite=overwrite)
     if as_json:

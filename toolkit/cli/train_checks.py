@@ -107,20 +107,23 @@ def _saved_optimizer(folder: Path) -> str | None:
         return None
 
 
-def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool, launched: bool = False) -> list[str]:
+def check_dry_run(
+    plan: Plan, *, resuming: bool, overwrite: bool, exports: bool, launched: bool = False
+) -> list[str]:
     """Make the checks of a start without starting.
 
     Args:
         plan: Resolved plan.
         resuming: Whether a checkpoint is resumed.
         overwrite: Whether an earlier run is deleted.
+        exports: Whether the finished run is exported into output_dir.
         launched: Whether a launcher says which node this is.
 
     Returns:
         Reasons why a start on this machine would be refused, and warnings: jobs are often checked on another machine.
 
     Raises:
-        PlanError: OUTPUT_EXISTS, OUTPUT_WRITE.
+        PlanError: OUTPUT_EXISTS, OUTPUT_WRITE, EXPORT_EXISTS.
         RunError: LAUNCH_NODES.
     """
     from toolkit.launch.accelerators import accelerator_warnings
@@ -133,7 +136,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool, launched: bool
     from toolkit.planning.plan_warnings import plan_warnings
     from toolkit.trainer.checks import output_problems, space_warnings
 
-    raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite))
+    raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite, exports=exports))
     if not launched:
         check_nodes(plan)
     cards = list(card_problems(plan))

@@ -131,6 +131,7 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
     """
     from toolkit.checkpoint.discovery import latest_checkpoint
     from toolkit.cli.export import describe_checks, load_exporter
+    from toolkit.trainer.checks import EXPORT_FOLDER
 
     source = checkpoint or last_checkpoint(plan) or latest_checkpoint(plan.output_dir)
     try:
@@ -140,7 +141,7 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
         say(f"exporting {source} ...")
         done = load_exporter()(
             source,
-            plan.output_dir / "export",
+            plan.output_dir / EXPORT_FOLDER,
             overwrite=True,
             trust_remote_code=plan.job.model.trust_remote_code,  # the running job decides, not the checkpoint
             verify_first=verify_first,
@@ -223,9 +224,10 @@ def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json:
     """
     from toolkit.cli.launching import outcome_as_dict
     from toolkit.launch.outcome import RunOutcome
+    from toolkit.trainer.checks import EXPORT_FOLDER
 
     say(complete_line(point))
-    folder = plan.output_dir / "export"
+    folder = plan.output_dir / EXPORT_FOLDER
     exported: Exported | None = None
     if _is_export_of(folder, point):
         exported = Exported(folder=folder)

@@ -174,20 +174,20 @@ def check_apart(source: Path, target: Path) -> None:
 
 
 def check_free(target: Path, *, overwrite: bool) -> None:
-    """Refuse to replace what is at `target`, unless it is an empty folder or may be overwritten.
+    """Refuse to replace what is at `target`, unless it is an empty folder, or one that may be overwritten: a file is never replaced.
 
     Raises:
-        CheckpointError: EXPORT_EXISTS, if something is there and `overwrite` is false.
+        CheckpointError: EXPORT_EXISTS.
     """
-    if overwrite or not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
+    if target.is_dir():
+        if overwrite or not any(target.iterdir()):
+            return
+        what, fix = "is not empty", "Name a new folder, or pass overwrite=True (--overwrite) to replace it"
+    elif os.path.lexists(target):
+        what, fix = "is not a folder, and is not replaced by one", "Name a new folder, or move that file"
+    else:
         return
-    what = "exists and is not empty" if target.is_dir() else "exists and is no folder"
-    raise CheckpointError.of(
-        code="EXPORT_EXISTS",
-        key=str(target),
-        message=f"{target} {what}",
-        fix="Name a new folder, or pass overwrite=True (--overwrite) to replace it",
-    )
+    raise CheckpointError.of(code="EXPORT_EXISTS", key=str(target), message=f"{target} exists and {what}", fix=fix)
 
 
 @contextlib.contextmanager
@@ -195,7 +195,7 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield an empty folder next to `target` that replaces it if the block succeeds, and else is removed.
 
     Raises:
-        CheckpointError: EXPORT_EXISTS, if `target` is not empty and `overwrite` is false.
+        CheckpointError: EXPORT_EXISTS, as `check_free`.
         RunError: EXPORT_WRITE, if writing fails.
     """
     host = socket.gethostname()
@@ -223,10 +223,10 @@ def _put_back(replaced: Path, target: Path) -> None:
         return
     if not target.exists():
         replaced.rename(target)
-    elif replaced.is_dir():
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
+    elif replaced.is_symlink():
         replaced.unlink()
+    else:
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _remove_abandoned(target: Path, host: str) -> None:

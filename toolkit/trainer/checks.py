@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from toolkit.planning.checkpoint_size import foreseen_disk_use
 from toolkit.planning.plan import Plan
 from toolkit.units import format_bytes
 
+# Folder of output_dir for the safetensors of the finished run.
+EXPORT_FOLDER = "export"
 # Names of what a profile writes into output_dir.
 PROFILE_FOLDER, PROFILE_SUMMARY = "profile", "summary.json"
 
@@ -34,26 +37,33 @@ def check_stop_after(stop_after: int | None, step: int) -> None:
     )
 
 
-def guard_output(plan: Plan, *, resuming: bool, overwrite: bool) -> None:
+def guard_output(plan: Plan, *, resuming: bool, overwrite: bool, exports: bool) -> None:
     """Keep a new run from mixing with what an earlier one left in output_dir; delete that with `overwrite`.
 
+    Args:
+        plan: Resolved plan.
+        resuming: Whether a checkpoint is resumed.
+        overwrite: Whether an earlier run is deleted.
+        exports: Whether the finished run is exported into output_dir.
+
     Raises:
-        PlanError: OUTPUT_EXISTS, OUTPUT_WRITE.
+        PlanError: OUTPUT_EXISTS, OUTPUT_WRITE, EXPORT_EXISTS.
     """
-    raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite))
+    raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite, exports=exports))
     folder = plan.output_dir
     if resuming or not overwrite or not held_output(folder):
         return
-    for name in (*held_output(folder), "export", "tensorboard", "samples.jsonl", PROFILE_FOLDER):
+    folders = (EXPORT_FOLDER, "tensorboard", PROFILE_FOLDER)
+    for name in (*held_output(folder), *folders, "samples.jsonl"):
         path = folder / name
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        else:
+        elif path.is_dir() or name not in folders:  # a file by the name of a folder is no run's
             path.unlink(missing_ok=True)
 
 
-def output_problems(plan: Plan, *, resuming: bool, overwrite: bool) -> Iterator[Problem]:
-    """Yield a problem if output_dir contains an earlier run, or cannot be written."""
+def output_problems(plan: Plan, *, resuming: bool, overwrite: bool, exports: bool) -> Iterator[Problem]:
+    """Yield a problem if output_dir contains an earlier run, has a file where the export will be, or cannot be written."""
     folder = plan.output_dir
     held = held_output(folder)
     if held and not resuming and not overwrite:
@@ -65,6 +75,14 @@ def output_problems(plan: Plan, *, resuming: bool, overwrite: bool) -> Iterator[
             fix="Resume with --resume_from_checkpoint latest (in Python `resume='latest'`; `auto` also starts new "
             "runs), choose another train.output_dir, or delete it, as --overwrite does",
         )
+    export = folder / EXPORT_FOLDER
+    if exports and os.path.lexists(export) and not export.is_dir():
+        yield Problem(
+            code="EXPORT_EXISTS",
+            key="train.output_dir",
+            message=f"{export} is not a folder: the finished run is exported into a folder of that name, which replaces no file",
+            fix="Move that file, choose another train.output_dir, or train with --no-export",
+        )
     yield from write_problems(folder)
 
 
@@ -74,7 +92,7 @@ def space_warnings(plan: Plan) -> Iterator[str]:
     if use is None:
         return
     folder = plan.output_dir
-    kept = [*(path for path in folder.glob("checkpoint-*") if step_of(path) is not None), folder / "export"]
+    kept = [*(path for path in folder.glob("checkpoint-*") if step_of(path) is not None), folder / EXPORT_FOLDER]
     held = sum(path.stat().st_size for part in kept for path in part.rglob("*") if path.is_file())
     free = shutil.disk_usage(nearest_folder(folder)).free + held
     if use.total_bytes > free:

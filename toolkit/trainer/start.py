@@ -42,7 +42,7 @@ def begin_together(
 
     def on_first_rank() -> ResumePoint | None:
         held.enter_context(hold_output(plan.output_dir))
-        guard_output(plan, resuming=resume is not None, overwrite=False)
+        guard_output(plan, resuming=resume is not None, overwrite=False, exports=False)
         if resume is not None:
             recover(plan.output_dir)
         return resume_point(plan, resume, say=say, convert=convert)
