@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ def saved(folder: Path, auto: Any, architecture: str) -> Path:
     torch.manual_seed(3)
     auto.from_config(task_config(architecture)).save_pretrained(folder)
     return folder
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Changes the tensors of a saved model in place."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def built(folder: Path, task: Task, **sections: Any) -> Any:
@@ -78,9 +87,7 @@ def test_a_head_that_is_there_is_read(tmp_path: Path) -> None:
 
 def test_the_head_of_a_classifier_is_not_drawn_anew_where_a_file_lost_it(tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_config(task_config("bert", num_labels=3)).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["classifier.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    rewritten(tmp_path, lambda tensors: tensors.pop("classifier.weight"))
     with pytest.raises(CheckpointError, match=r"classifier\.weight") as caught:
         built(tmp_path, "sequence-classification")
     assert caught.value.codes == ("WEIGHTS_MISSING",)
@@ -88,9 +95,8 @@ def test_the_head_of_a_classifier_is_not_drawn_anew_where_a_file_lost_it(tmp_pat
 
 def test_weights_of_the_base_must_all_be_there(tmp_path: Path) -> None:
     folder = saved(tmp_path, AutoModelForCausalLM, "llama")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.7.mlp.up_proj.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    name = "model.layers.{}.mlp.up_proj.weight"
+    rewritten(folder, lambda tensors: tensors.update({name.format(7): tensors.pop(name.format(1))}))
     with pytest.raises(CheckpointError) as caught:
         built(folder, "sequence-classification")
     assert {*caught.value.codes} == {"WEIGHTS_MISSING", "WEIGHTS_UNEXPECTED"}
@@ -109,11 +115,10 @@ def test_a_weight_of_the_base_that_the_model_lacks_is_no_head(
 ) -> None:
     folder = saved(tmp_path, auto, architecture)
     write_config(folder, task_config(architecture))
-    tensors = load_file(folder / "model.safetensors")
     of_heads = {"mask_predictions.dense.weight": torch.ones(2), "qa_outputs.bias": torch.ones(2)}
-    save_file(tensors | of_heads, folder / "model.safetensors", metadata={"format": "pt"})
+    rewritten(folder, lambda tensors: tensors.update(of_heads))
     built(folder, "token-classification")
-    save_file(tensors | of_heads | {stray: torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    rewritten(folder, lambda tensors: tensors.update({stray: torch.ones(2)}))
     with pytest.raises(CheckpointError, match=f"has 1 tensor that the model does not have: {stray}") as caught:
         built(folder, "token-classification")
     assert caught.value.codes == ("WEIGHTS_UNEXPECTED",)

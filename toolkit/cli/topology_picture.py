@@ -15,7 +15,7 @@ from toolkit.pipeline_schedule import StageSpec
 from toolkit.topology.grid import Coordinate
 from toolkit.topology.links import Boundary
 from toolkit.topology.placement import Placement
-from toolkit.topology.table import format_ranks
+from toolkit.topology.table import name_ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,8 +112,7 @@ def _cell(axes: Axes, placement: Placement, x: int, y: int, pp: int | None, dp: 
     corner = (x - _BOX_WIDTH / 2, y - _BOX_HEIGHT / 2)
     colour = _NODES[node % len(_NODES)]
     axes.add_patch(Rectangle(corner, _BOX_WIDTH, _BOX_HEIGHT, facecolor=colour, edgecolor=_INSIDE, linewidth=0.8))
-    ranks = f"rank{'s' if len(group) > 1 else ''} {format_ranks(group)}"
-    _write(axes, x, y, f"{ranks}\nnode {node}")
+    _write(axes, x, y, f"{name_ranks(group)}\nnode {node}")
 
 
 def _link(

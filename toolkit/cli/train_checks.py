@@ -107,9 +107,7 @@ def _saved_optimizer(folder: Path) -> str | None:
         return None
 
 
-def check_dry_run(
-    plan: Plan, *, resuming: bool, overwrite: bool, exports: bool, launched: bool = False
-) -> list[str]:
+def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool, exports: bool, launched: bool = False) -> list[str]:
     """Make the checks of a start without starting.
 
     Args:

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Function
 from transformers import AttentionInterface, PreTrainedConfig
 
-from toolkit.distributed.collectives import all_to_all
+from toolkit.distributed.exchange import exchange_pieces
 
 # Name of the function in transformers' interface, by which the configuration of an attention module asks for it.
 NAME = "toolkit_context"
@@ -127,7 +126,7 @@ def _heads_of_all_tokens(x_BHsD: torch.Tensor, group: dist.ProcessGroup) -> torc
     batch, num_heads, length, width = x_BHsD.shape
     size = group.size()
     sent_NBshD = x_BHsD.view(batch, size, num_heads // size, length, width).permute(1, 0, 3, 2, 4)
-    found_NBshD = _Exchange.apply(sent_NBshD.contiguous(), group)  # type: ignore[no-untyped-call]
+    found_NBshD = exchange_pieces(sent_NBshD, group=group)
     whole_BShD: torch.Tensor = found_NBshD.transpose(0, 1).reshape(batch, size * length, num_heads // size, width)
     return whole_BShD.transpose(1, 2)
 
@@ -137,19 +136,6 @@ def _tokens_of_all_heads(x_BShD: torch.Tensor, group: dist.ProcessGroup) -> torc
     batch, length, heads, width = x_BShD.shape
     size = group.size()
     sent_NBshD = x_BShD.reshape(batch, size, length // size, heads, width).transpose(0, 1)
-    found_NBshD = _Exchange.apply(sent_NBshD.contiguous(), group)  # type: ignore[no-untyped-call]
+    found_NBshD = exchange_pieces(sent_NBshD, group=group)
     whole_BsHD: torch.Tensor = found_NBshD.permute(1, 2, 0, 3, 4).reshape(batch, length // size, size * heads, width)
     return whole_BsHD
-
-
-class _Exchange(Function):
-    """Piece i of the first dimension goes to rank i, whose piece for this rank takes its place."""
-
-    @staticmethod
-    def forward(ctx: Any, pieces: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return all_to_all(pieces, group=group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _Exchange.apply(grads[0].contiguous(), ctx.group), None  # type: ignore[no-untyped-call]

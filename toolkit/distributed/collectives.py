@@ -91,17 +91,7 @@ def reduce_scatter(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) 
     return start_reduce_scatter(tensor, dim=dim, group=group).wait()
 
 
-def all_to_all(pieces: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return on rank r the r-th pieces, along the first dimension, of all ranks, in their order. Shape of `pieces`.
-
-    Args:
-        pieces: One piece for each rank of the group.
-    """
-    ones = [1] * group.size()
-    return all_to_all_rows(pieces, sent=ones, received=ones, group=group)
-
-
-def all_to_all_rows(
+def all_to_all(
     rows: torch.Tensor, *, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return the rows, along the first dimension, that the ranks have for this one, in the order of the ranks.

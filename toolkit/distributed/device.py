@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import Store
 from toolkit.errors import PlanError, RunError
 from toolkit.launch.accelerators import other_accelerators, torch_build
 from toolkit.launch.identity import WorkerIdentity
+from toolkit.topology.table import name_ranks
 
 
 def rank_device(backend: str, identity: WorkerIdentity) -> torch.device:
@@ -84,7 +85,7 @@ def check_own_cards(store: Store, identity: WorkerIdentity, card: str) -> None:
     raise RunError.of(
         code="WORLD_CARD_SHARED",
         key="cluster.gpus_per_node",
-        message=f"ranks {', '.join(map(str, ranks[:8]))} have the same card, {name}: the launcher shows each of them this one alone, and "
+        message=f"{name_ranks(ranks)} have the same card, {name}: the launcher shows each of them this one alone, and "
         "NCCL takes one rank for a card",
         fix="Ask for a card for each rank: `srun --gpus-per-task=1`, or all cards of the node for all its ranks: `srun --gpus-per-node=N`; "
         "under mpirun set CUDA_VISIBLE_DEVICES to the local rank of each process, or leave it out",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from toolkit.distributed.world import World
 from toolkit.errors import RunError
+from toolkit.topology.table import name_ranks
 
 
 def compare_batches(micro_batches: Sequence[Mapping[str, torch.Tensor]], world: World) -> None:
@@ -33,7 +34,7 @@ def compare_batches(micro_batches: Sequence[Mapping[str, torch.Tensor]], world: 
             raise RunError.of(
                 code="TP_BATCH",
                 key="parallel.tensor" if world.grid.pp == 1 else "parallel.pipeline",
-                message=f"{_ranks(others)} got another batch than rank {group[0]} of their replica "
+                message=f"{name_ranks(others)} got another batch than rank {group[0]} of their replica "
                 f"{', '.join(map(str, group))}: the shards of one model would see different tokens",
                 fix="Give all ranks of a replica the same batch: choose it by `run.world.coordinate.dp`, not by "
                 "rank, or take batches from `run.loader`",
@@ -44,15 +45,11 @@ def compare_batches(micro_batches: Sequence[Mapping[str, torch.Tensor]], world: 
             raise RunError.of(
                 code="CONTEXT_BATCH",
                 key="parallel.context",
-                message=f"{_ranks(others)} got another batch than rank {group[0]} of their context group "
+                message=f"{name_ranks(others)} got another batch than rank {group[0]} of their context group "
                 f"{', '.join(map(str, group))}: slices of one row would be of different rows",
                 fix="Give all ranks of a context group the same whole rows: choose them by `run.world.grid.row_group(rank)`, or take "
                 "batches from `run.loader`",
             )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _digest(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> str:

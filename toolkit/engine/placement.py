@@ -16,6 +16,7 @@ from toolkit.errors import RunError
 from toolkit.launch.numa import Binding, bind, node_of_card, node_processors, restriction
 from toolkit.launch.ram import too_little_memory
 from toolkit.planning.plan import Plan
+from toolkit.topology.table import name_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -139,15 +140,12 @@ def describe(places: Sequence[_Place], *, asked: bool, num_nodes: int) -> str:
     for rank, place in enumerate(places):
         by_node.setdefault(place.reason if place.node is None else place.node, []).append(rank)
     said = [
-        f"{_named(ranks)} on NUMA node {key}" if isinstance(key, int) else f"{_named(ranks)} not bound, since {key}"
+        f"{name_ranks(ranks)} on NUMA node {key}"
+        if isinstance(key, int)
+        else f"{name_ranks(ranks)} not bound, since {key}"
         for key, ranks in by_node.items()
         if key != ""
     ]
     if not said or (num_nodes < 2 and not asked):
         return ""
     return f"Threads and memory near the cards: {'; '.join(said)}"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    numbers = ", ".join(map(str, ranks))
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import os
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from toolkit.launch.user_cache import is_own_folder
 from toolkit.planning.deepspeed_config import Consumer
 from toolkit.planning.plan import Plan
 
@@ -132,7 +132,9 @@ class Machine:
         if can_write(self.cache):
             return None
         other = Path(self.environment.get("TMPDIR", "/tmp"), f"torch_extensions_{os.getuid()}", self._build)
-        return other if can_write(other) and _is_own(other.parent) else None
+        # Torch makes the folder, with the group's rights where the user's umask says so.
+        is_own = is_own_folder(other.parent, alone=False) or not os.path.lexists(other.parent)
+        return other if is_own and can_write(other) else None
 
     def has_built(self, extension: Extension) -> bool:
         """Return whether an earlier run on this machine has compiled the extension."""
@@ -144,15 +146,6 @@ def can_write(folder: Path) -> bool:
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-
-
-def _is_own(folder: Path) -> bool:
-    """Return whether a folder in a place that all users write is this user's, or still to be made."""
-    try:
-        status = folder.lstat()
-    except OSError:
-        return True
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def extensions_of(plan: Plan, consumer: Consumer = "toolkit") -> tuple[Extension, ...]:

@@ -32,11 +32,24 @@ def own_temporary_folder() -> Path | None:
     folder = Path(tempfile.gettempdir()) / f"accelerator-toolkit-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()  # of a link, not of what it leads to
     except OSError:
         return None
-    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    return folder if is_own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
+    return folder if is_own_folder(folder, alone=True) else None
+
+
+def is_own_folder(folder: Path, *, alone: bool) -> bool:
+    """Return whether this is a folder of this user's, and no link to one.
+
+    Args:
+        folder: Folder in a place where all users make files.
+        alone: Whether no other user may be able to write to it.
+    """
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    others = stat.S_IWGRP | stat.S_IWOTH if alone else 0
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & others
 
 
 def user_config_folder() -> Path:

@@ -11,8 +11,8 @@ inside, each has the output of its shards of the weights.
 | `gather_from_region` | all-gather | own shard | shard | whole |
 | `gather_from_sequence` | all-gather | reduce-scatter | shard | whole, read by shards |
 | `reduce_scatter_to_sequence` | reduce-scatter | all-gather | partial sums | shard |
-| `exchange_rows` | all-to-all | all-to-all | rows for other ranks | rows from other ranks |
 
+Rows of different numbers go to other ranks by `toolkit.distributed.exchange`.
 Each backward pass calls the function of its dual, so second derivatives are right too.
 
 Source:
@@ -21,7 +21,6 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
-from toolkit.distributed.collectives import all_gather, all_reduce, all_to_all_rows, equal_pieces, reduce_scatter
+from toolkit.distributed.collectives import all_gather, all_reduce, equal_pieces, reduce_scatter
 
 # The sequence is the dimension before the features.
 SEQUENCE_DIM = -2
@@ -88,22 +87,6 @@ def reduce_scatter_to_sequence(x: torch.Tensor, *, dim: int, tp_group: dist.Proc
         forward: reduce-scatter, the size of `x`; backward: all-gather of the same size.
     """
     return _ReduceScatterSequence.apply(x, dim, tp_group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def exchange_rows(
-    rows: torch.Tensor, *, sent: Sequence[int], received: Sequence[int], tp_group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Return the rows that the ranks have for this one, which may be differently many. Shapes (S, D) to (T, D).
-
-    Args:
-        rows: Rows for the first rank, then those for the second, and so on.
-        sent: How many of them are for each rank; S together.
-        received: How many each rank has for this one; T together.
-
-    Collectives:
-        forward: all-to-all; backward: all-to-all, the other way.
-    """
-    return _ExchangeRows.apply(rows, sent, received, tp_group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def enter_region(module: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
@@ -165,20 +148,6 @@ class _Gather(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return _Scatter.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]
-
-
-class _ExchangeRows(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return all_to_all_rows(rows, sent=sent, received=received, group=group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        returned = _ExchangeRows.apply(grads[0], ctx.received, ctx.sent, ctx.group)  # type: ignore[no-untyped-call]
-        return returned, None, None, None
 
 
 class _GatherSequence(Function):

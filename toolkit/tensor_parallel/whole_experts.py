@@ -29,10 +29,10 @@ from torch import nn
 from torch.autograd import Function
 from transformers.integrations import moe
 
-from toolkit.distributed.collectives import all_gather, all_to_all
+from toolkit.distributed.collectives import all_gather
+from toolkit.distributed.exchange import exchange_pieces, exchange_rows
 from toolkit.tensor_parallel.autograd import (
     copy_to_region,
-    exchange_rows,
     gather_from_sequence,
     reduce_from_region,
     reduce_scatter_to_sequence,
@@ -211,7 +211,7 @@ class _Dispatch:
         goes = torch.zeros((num_ranks, num_tokens), dtype=torch.bool, device=ids.device).scatter_(0, owners, True)
         places = torch.arange(num_tokens, device=ids.device).expand_as(goes)
         tokens, counts = torch.masked_select(places, goes), goes.sum(1)
-        numbers = torch.cat([counts, all_to_all(counts, group=tp_group)]).cpu()
+        numbers = torch.cat([counts, exchange_pieces(counts, group=tp_group)]).cpu()
         sizes = [int(number) for number in numbers.unbind()]
         return cls(tokens=tokens, sent=sizes[:num_ranks], received=sizes[num_ranks:], tp_group=tp_group)
 
@@ -235,7 +235,7 @@ class _Dispatch:
         return sum(self.received) > 0
 
     def _exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        return exchange_rows(rows, sent=sent, received=received, tp_group=self.tp_group)
+        return exchange_rows(rows, sent=sent, received=received, group=self.tp_group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

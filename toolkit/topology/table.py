@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from toolkit.topology.grid import Coordinate
 from toolkit.topology.placement import Placement
 
 HEADER = ("rank", "node", "local", "pp", "dp", "tp", "tp group", "dp group", "pp group")
+# Ranks in no even steps that a sentence names before it counts the rest.
+_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,23 @@ def format_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) <= 4:
         return ",".join(map(str, ranks))
     return f"{ranks[0]},{ranks[1]}..{ranks[-1]} ({len(ranks)})"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in rising order as a sentence names them; the empty text for none.
+
+    >>> name_ranks([1]), name_ranks([0, 2]), name_ranks(range(8)), name_ranks(range(0, 128, 4))
+    ('rank 1', 'ranks 0, 2', 'ranks 0-7', 'ranks 0,4..124 (32)')
+    >>> name_ranks([0, 1, 2, 3, 5, 8, 13, 21, 34, 55])
+    'ranks 0, 1, 2, 3, 5, 8, 13, 21 and 2 more'
+    """
+    if len(ranks) < 2:
+        return f"rank {ranks[0]}" if ranks else ""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(steps) == 1 and len(ranks) > (2 if steps == {1} else 4):
+        return f"ranks {format_ranks(ranks)}"
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"ranks {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 def to_dict(placement: Placement) -> dict[str, Any]:

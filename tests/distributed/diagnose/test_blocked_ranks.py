@@ -29,7 +29,7 @@ def test_the_step_that_a_rank_left_out_comes_first():
     (problem,) = hang_error(waits, seconds=60).problems
     assert problem.code == "GROUP_HANG"
     assert problem.message == (
-        "no rank has made progress for 60 s: rank 2 waits in gather of tp (ranks 2-3) for rank 3 (in tp scatter); "
+        "no rank has made progress for 60 s: rank 2 waits in gather of tp (ranks 2, 3) for rank 3 (in tp scatter); "
         "2 more groups wait too"
     )
     assert "network of rank 3" in problem.fix
@@ -38,7 +38,7 @@ def test_the_step_that_a_rank_left_out_comes_first():
 def test_ranks_that_have_not_started_or_are_between_steps_are_told_apart():
     places = {0: at(BARRIER), 1: Place(), 2: Place(), 3: at(GATHER, inside=False)}
     (wait,) = find_blocked(GRID, STEPS, places)
-    assert wait.for_whom() == "for ranks 1-2 (not started), and rank 3 (past tp gather)"
+    assert wait.for_whom() == "for ranks 1, 2 (not started), and rank 3 (past tp gather)"
     assert wait.as_dict()["missing"][2] == {"rank": 3, "place": "past tp gather"}
 
 
@@ -49,7 +49,9 @@ def test_data_that_does_not_move_stands_behind_ranks_that_are_missed():
         (SCATTER, (2, 3), [3]),
         (GATHER, (0, 1), []),
     ]
-    assert str(waits[1]) == "ranks 0-1 wait in gather of tp (ranks 0-1) though all have arrived: no data is transferred"
+    assert (
+        str(waits[1]) == "ranks 0, 1 wait in gather of tp (ranks 0, 1) though all have arrived: no data is transferred"
+    )
 
 
 def test_ranks_that_are_all_between_steps():

@@ -127,7 +127,7 @@ def leave_out(rank: int, folder: str, what: str) -> None:
     ("what", "expected"),
     [
         # In gloo a gather, which all ranks wait for; the neighbour of the rank that left it out is told first.
-        ("all-gather", "rank 2 waits in all-gather of tp (ranks 2-3) for rank 3 (in tp "),
+        ("all-gather", "rank 2 waits in all-gather of tp (ranks 2, 3) for rank 3 (in tp "),
         pytest.param(
             "start", "ranks 0-2 wait in start of world (ranks 0-3) for rank 3 (not started)", marks=pytest.mark.full
         ),

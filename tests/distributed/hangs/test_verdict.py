@@ -53,7 +53,7 @@ def test_a_silent_rank_is_named_with_the_state_of_its_process():
     assert found is not None
     assert (found.ranks, found.silent, found.ends) == ((2,), (2,), (0, 1, 3))
     assert found.message == (
-        "rank 2 has not responded for at least 400 s: its process 102 on a is stopped; its last report was of step 9. Ranks 0-1 wait in "
+        "rank 2 has not responded for at least 400 s: its process 102 on a is stopped; its last report was of step 9. Ranks 0, 1 wait in "
         "all_reduce [6] (operation 7 of the world group, ranks 0-3)"
     )
 
@@ -81,7 +81,7 @@ def test_the_few_that_call_another_collective_are_named():
     assert found is not None
     assert found.ranks == (1,)
     assert "rank 1 is in all_gather [2, 3] (operation 7" in found.message
-    assert "while ranks 0,2,3 wait in all_reduce [6] (operation 7" in found.message
+    assert "while ranks 0, 2, 3 wait in all_reduce [6] (operation 7" in found.message
 
 
 def test_of_two_ranks_apart_both_are_named():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from toolkit.compat.horovod.messages import ReduceOp, Request, Response, TensorSpec
 from toolkit.errors import Problem
+from toolkit.topology.table import name_ranks
 
 # Kinds whose tensors may differ in the first dimension.
 _RAGGED = ("allgather", "alltoall")
@@ -106,7 +107,7 @@ class Negotiation:
 
     def _who(self, key: tuple[int, str], waiting: _Waiting) -> str:
         missing = [rank for rank in self._members(key[0]) if rank not in waiting.requests and rank not in self._joined]
-        return f"called by {_ranks(sorted(waiting.requests))}, not by {_ranks(missing)}"
+        return f"called by {name_ranks(sorted(waiting.requests))}, not by {name_ranks(missing)}"
 
     def _members(self, set_id: int) -> tuple[int, ...]:
         return self._sets.get(set_id, ())
@@ -244,7 +245,7 @@ def _join_problem(request: Request, joined: list[int]) -> Problem | None:
     return Problem(
         code="HOROVOD_JOINED",
         key=request.name,
-        message=f"{what} {request.name!r} after join() on {_ranks(joined)}: a rank that has joined contributes zeros to sums and "
+        message=f"{what} {request.name!r} after join() on {name_ranks(joined)}: a rank that has joined contributes zeros to sums and "
         "averages, and nothing to other operations",
         fix="Call join() on all ranks first",
     )
@@ -254,7 +255,7 @@ def _left_problem(request: Request, left: set[int]) -> Problem:
     return Problem(
         code="HOROVOD_RANK_LEFT",
         key=request.name,
-        message=f"{request.kind} {request.name!r} needs {_ranks(sorted(left))}, which ended or called shutdown()",
+        message=f"{request.kind} {request.name!r} needs {name_ranks(sorted(left))}, which ended or called shutdown()",
         fix="Look at the output of that rank; call each operation as often on all ranks, or join() where batches are uneven",
     )
 
@@ -266,7 +267,3 @@ def _removed_problem(request: Request) -> Problem:
         message=f"{request.kind} {request.name!r} is called with process set {request.set_id}, which was removed",
         fix="Add it again by add_process_set",
     )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.errors import CheckError
 from toolkit.topology.grid import Grid
-from toolkit.topology.table import format_ranks
+from toolkit.topology.table import name_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class Wait:
     missing: tuple[tuple[int, Place], ...]
 
     def __str__(self) -> str:
-        who = f"{_ranks(self.waiting)} {'wait' if len(self.waiting) > 1 else 'waits'} in {self.step.operation} of "
-        who += f"{self.step.kind} ({_ranks(self.group)})"
+        who = f"{name_ranks(self.waiting)} {'wait' if len(self.waiting) > 1 else 'waits'} in {self.step.operation} of "
+        who += f"{self.step.kind} ({name_ranks(self.group)})"
         return f"{who} {self.for_whom()}"
 
     def for_whom(self) -> str:
@@ -75,7 +75,7 @@ class Wait:
         places: dict[str, list[int]] = {}
         for rank, place in self.missing:
             places.setdefault(str(place), []).append(rank)
-        return "for " + ", and ".join(f"{_ranks(ranks)} ({place})" for place, ranks in places.items())
+        return "for " + ", and ".join(f"{name_ranks(ranks)} ({place})" for place, ranks in places.items())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
@@ -117,14 +117,10 @@ def hang_error(waits: Sequence[Wait], *, seconds: float) -> CheckError:
     others = f"; {more} more group{'s' if more > 1 else ''} wait{'' if more > 1 else 's'} too" if more > 0 else ""
     first = waits[0] if waits else "every rank is between two operations"
     absent = [rank for rank, _ in waits[0].missing] if waits else []
-    who = _ranks(absent or (waits[0].waiting if waits else ()))
+    who = name_ranks(absent or (waits[0].waiting if waits else ()))
     return CheckError.of(
         code="GROUP_HANG",
         message=f"no rank has made progress for {seconds:g} s: {first}{others}",
         fix=f"Check the output, the node and the network of {who or 'all ranks'}; with GPUs, NCCL_DEBUG=INFO shows "
         "how they connect. If ranks are only slow, give a longer --timeout",
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}" if ranks else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.distributed.hangs.recorder import Operation
 from toolkit.distributed.progress import Kind
-from toolkit.topology.table import format_ranks
+from toolkit.topology.table import name_ranks
 
 # A message names so many ranks one by one; the files of the ranks have the others.
 _NAMED = 4
@@ -129,14 +129,14 @@ def _mismatch(answering: Sequence[Report], ends: tuple[int, ...]) -> Verdict:
     absent = [report for report in answering if report.rank in most.ranks and report.rank not in there]
     if not absent:
         message = (
-            f"{_ranks(there)} wait in {most}, and all of the group have begun it: no data moves, so a link or a card between them "
+            f"{name_ranks(there)} wait in {most}, and all of the group have begun it: no data moves, so a link or a card between them "
             f"has failed ({_while(waiting[0])})"
         )
         return Verdict(ranks=there, silent=(), message=message, ends=ends)
     apart = "; ".join(f"rank {report.rank} {_place_in(report)}" for report in absent[:_NAMED]) + _more(len(absent))
     verb = "waits" if len(there) == 1 else "wait"
     message = (
-        f"the ranks do not call the same collectives: {apart}, while {_ranks(there)} {verb} in {most} "
+        f"the ranks do not call the same collectives: {apart}, while {name_ranks(there)} {verb} in {most} "
         f"({_while(next(report for report in waiting if report.rank in there))})"
     )
     ranks = tuple(report.rank for report in absent)
@@ -187,13 +187,8 @@ def _others(reports: Sequence[Report]) -> str:
         return ""
     most, _ = Counter(report.pending[0] for report in waiting).most_common(1)[0]
     there = [report.rank for report in waiting if report.pending[0] == most]
-    return f". {_ranks(there, start=True)} {'waits' if len(there) == 1 else 'wait'} in {most}"
+    return f". {name_ranks(there).capitalize()} {'waits' if len(there) == 1 else 'wait'} in {most}"
 
 
 def _more(count: int) -> str:
     return f"; and {count - _NAMED} more ranks" if count > _NAMED else ""
-
-
-def _ranks(ranks: Sequence[int], *, start: bool = False) -> str:
-    text = f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
-    return text.capitalize() if start else text
