@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from toolkit.config.job import Job
@@ -104,3 +107,24 @@ def test_dropout_leaves_what_would_draw_other_numbers_alone():
     plain = ask(job.with_({"model": "smollm2-135m"}))
     assert plain.draws is None
     assert plain.said("train.torch_compile") is None
+
+
+def test_images_that_are_not_there_are_told_as_before_a_training(answer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    text |= {"intermediate_size": 32, "vocab_size": 64}
+    tower = {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14}
+    config = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "vision_config": tower}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": text}))
+    said = [{"role": "user", "content": [{"type": "image", "path": "cat.png"}]}, {"role": "assistant", "content": "A"}]
+    (tmp_path / "photos.jsonl").write_text(json.dumps({"messages": said}))
+    job = {"model": {"name": "config.json", "init": "random"}, "cluster": {"gpu": "l4-24gb"}, "train": {"max_steps": 5}}
+    data = {"train": "photos.jsonl", "packing": "none"}
+    asked = ask(Job.model_validate({**job, "data": data}), gpus="l4-24gb")
+    (problem,) = asked.refused
+    assert (problem.code, problem.key) == ("DATA_IMAGE", "data.train")
+    assert f"line 1, messages[0].content[0]: image {tmp_path / 'cat.png'} does not exist" in problem.message
+    told = replace(answer, question=replace(answer.question, refused=asked.refused)).notes()
+    assert told[0] == f"`toolkit train` would refuse the job: {problem}"
+    (tmp_path / "cat.png").write_bytes(b"not opened")
+    assert not ask(Job.model_validate({**job, "data": data}), gpus="l4-24gb").refused

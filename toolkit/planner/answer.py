@@ -97,7 +97,8 @@ class Answer:
         question, found = self.question, self.found
         shown = [row.option.cluster for row in self.rows]
         offers = [cluster.offer for cluster in shown if cluster.offer is not None]
-        notes = [*self.also, *(f"assumed: {assumption}" for assumption in question.assumptions)]
+        notes = [f"`toolkit train` would refuse the job: {problem}" for problem in question.refused]
+        notes += [*self.also, *(f"assumed: {assumption}" for assumption in question.assumptions)]
         if question.draws:
             notes.append(f"compiled layers are not chosen: they would draw other random numbers for {question.draws}")
         unlisted = dict.fromkeys(f"{cluster.offer.provider} {cluster.offer.offer.instance}" for cluster in shown

@@ -12,10 +12,13 @@ from toolkit.arguments import Positive, checks_arguments
 from toolkit.catalog.gpus import Gpu, find_gpu
 from toolkit.catalog.models import ModelSpec, resolve_model
 from toolkit.catalog.prices import load_prices
+from toolkit.catalog.tasks import task_of
 from toolkit.config.job import Cluster, Job
 from toolkit.config.key_lines import with_lines
 from toolkit.config.loader import load_document, parse_job
-from toolkit.errors import PlanError, SpecError, ToolkitError
+from toolkit.dataset_inspection.inspect import peek
+from toolkit.dataset_inspection.labels import data_of_task
+from toolkit.errors import PlanError, Problem, SpecError, ToolkitError
 from toolkit.memory.scenario import Scenario
 from toolkit.planner import DEFAULT_SECONDS
 from toolkit.planner.answer import Answer, answer_of
@@ -205,6 +208,7 @@ def ask(
         compiled=compiled if compiled is not None else not seeks,
         sets_steps=sets_steps,
         assumptions=(*assumed, *assumption),
+        refused=_absent_images(read, spec),
     )
     batch = read.train.train_batch_size
     if not sets_steps or batch is None:  # `values_of` then has the batch of each cluster
@@ -361,6 +365,15 @@ def _tokens(job: Job, said: float | None, epochs: float | None) -> tuple[float, 
         passes,
         [f"{ASSUMED_TOKENS:,} tokens of training data: --tokens says how many there are"],
     )
+
+
+def _absent_images(job: Job, model: ModelSpec) -> tuple[Problem, ...]:
+    """Return the problems of images that records of local data name, as `toolkit validate` finds them."""
+    task = task_of(job.model, model.config)
+    if job.data is None or task != "image-text-to-text":
+        return ()
+    _, problems = peek(data_of_task(job.data, task), images=True)
+    return tuple(problem for problem in problems if problem.code == "DATA_IMAGE")
 
 
 def _has_liger() -> bool:

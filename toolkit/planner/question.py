@@ -68,6 +68,7 @@ class Question:
         liger: Whether Liger's kernels may be chosen: installed here, or assumed to be installed there.
         compiled: Whether compiled layers are tried where the job leaves them open.
         assumptions: What was assumed for what nobody said.
+        refused: What of the job's data `toolkit train` would refuse, and a plan does without.
     """
 
     job: Job
@@ -86,6 +87,7 @@ class Question:
     names_cards: bool = False
     sets_steps: bool = False
     assumptions: tuple[str, ...] = ()
+    refused: tuple[Problem, ...] = ()
 
     @property
     def total_tokens(self) -> float:
