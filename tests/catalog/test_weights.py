@@ -10,7 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from toolkit.catalog.weights import INDEX, SINGLE, count_stored_parameters, find_weights, read_header
+from toolkit.catalog.weights import INDEX, SINGLE, count_stored_parameters, find_weights, read_header, unread_weights
+from toolkit.config.job import Job
+from toolkit.modeling.safetensors_folder import SafetensorsFolder
+from toolkit.planning.plan_warnings import plan_warnings
+from toolkit.planning.resolve import resolve
 
 
 def saved(folder: Path, *, shard: str = "5GB", tied: bool = False) -> int:
@@ -47,6 +51,24 @@ def test_a_stored_copy_of_a_tied_head_and_buffers_do_not_count(tmp_path: Path) -
     save_file(tensors, tmp_path / SINGLE)
     assert count_stored_parameters(find_weights(tmp_path), {}, tied=True) == count
     assert count_stored_parameters(find_weights(tmp_path), {}, tied=False) == count + 64 * 32
+
+
+def test_what_stands_beside_what_is_read_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, shard="20KB")
+    assert unread_weights(tmp_path) == ()
+    stray = tmp_path / "model-00009-of-00009.safetensors"
+    save_file({"model.layers.2.mlp.up_proj.weight": torch.ones(2)}, stray)
+    save_file({"tok_embeddings.weight": torch.ones(2)}, tmp_path / "consolidated.safetensors")  # another tool's copy
+    assert unread_weights(tmp_path) == (stray.name,)
+    plan = resolve(Job.model_validate({"model": str(tmp_path), "cluster": {"gpu": "cpu"}}))
+    (said,) = (warning for warning in plan_warnings(plan) if "not read" in warning)
+    assert f"has weights that are not read, {stray.name}: {INDEX} does not name it" in said
+    # A whole file beside shards is read alone, as transformers does, here and where weights are loaded.
+    shards = tuple(path.name for path in find_weights(tmp_path).files)
+    save_file({"lm_head.weight": torch.ones(2)}, tmp_path / SINGLE)
+    assert unread_weights(tmp_path) == (*shards, stray.name)
+    assert [path.name for path in find_weights(tmp_path).files] == [SINGLE]
+    assert set(SafetensorsFolder(tmp_path).metas) == {"lm_head.weight"}
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

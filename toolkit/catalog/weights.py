@@ -48,12 +48,8 @@ def find_weights(folder: Path) -> Weights:
     Source:
         transformers 5, modeling_utils.py: _get_resolved_checkpoint_files.
     """
-    index = folder / INDEX
-    if (folder / SINGLE).is_file():
-        names: list[str] | None = [SINGLE]
-    elif index.is_file():
-        names = _shards(index)
-    else:
+    names = _names(folder)
+    if names == []:
         return Weights(format="bin" if any((folder / name).is_file() for name in BIN_FILES) else None)
     if names is None:
         return Weights(format="safetensors", damaged=(INDEX,))
@@ -65,6 +61,23 @@ def find_weights(folder: Path) -> Weights:
         missing=tuple(name for name in names if name not in present),
         damaged=tuple(name for name in present if name not in whole),
     )
+
+
+def unread_weights(folder: Path) -> tuple[str, ...]:
+    """Return the files that are named as shards of the model and are not read, since the index or `model.safetensors` stands for all."""
+    names = _names(folder)
+    return (
+        tuple(sorted(path.name for path in folder.glob("model*.safetensors") if path.name not in names))
+        if names
+        else ()
+    )
+
+
+def _names(folder: Path) -> list[str] | None:
+    """Return the names of the safetensors files that are read, none if there are none; None if their index is damaged."""
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    return _shards(folder / INDEX) if (folder / INDEX).is_file() else []
 
 
 def _shards(index: Path) -> list[str] | None:

@@ -36,7 +36,7 @@ class SafetensorsFolder:
     """The tensors of a saved model by key, read on demand.
 
     Args:
-        folder: Folder with `model.safetensors`, or shards and their index.
+        folder: Folder with `model.safetensors`, or else shards and their index.
         stem: Stem of the file name: `model`, or `adapter_model` for adapters saved by peft.
     Raises:
         CheckpointError: WEIGHTS_BIN, WEIGHTS_ABSENT, WEIGHTS_CORRUPT.
@@ -49,10 +49,10 @@ class SafetensorsFolder:
         self._grown: dict[str, int] = {}
         index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         expected: dict[str, str] = {}
-        if index.is_file():
+        if not single.is_file():  # which transformers prefers to an index
+            if not index.is_file():
+                raise CheckpointError(_no_weights(folder))
             expected = _read_index(index)
-        elif not single.is_file():
-            raise CheckpointError(_no_weights(folder))
         for name in sorted(set(expected.values())) or [single.name]:
             self._open(folder / name)
         lost = sorted(expected.keys() - self._file_of.keys())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.catalog.tasks import has_new_head
+from toolkit.catalog.weights import INDEX, SINGLE, unread_weights
 from toolkit.planning.rules.tensor import TENSOR_MODEL_TYPES
 from toolkit.planning.stage_parts import bubble_warning
 from toolkit.planning.unchecked_plan import UncheckedPlan
@@ -25,6 +26,22 @@ def plan_warnings(draft: UncheckedPlan) -> Iterator[str]:
     yield from lost_updates_warning(draft)
     yield from derived_table_warning(draft)
     yield from new_head_warning(draft)
+    yield from unread_weights_warning(draft)
+
+
+def unread_weights_warning(draft: UncheckedPlan) -> Iterator[str]:
+    """Yield a warning of weights in the model's folder that nothing reads."""
+    folder = draft.model.path
+    if draft.settings.init != "pretrained" or folder is None or not (unread := unread_weights(folder)):
+        return
+    single = (folder / SINGLE).is_file()
+    shown = f"{', '.join(unread[:3])}{f' and {len(unread) - 3} more' if len(unread) > 3 else ''}"
+    why = (
+        f"{SINGLE} is, as in transformers"
+        if single
+        else f"{INDEX} does not name {'it' if len(unread) == 1 else 'them'}"
+    )
+    yield f"model={draft.model.name} has weights that are not read, {shown}: {why}. Remove them, or download or save the model again"
 
 
 def new_head_warning(draft: UncheckedPlan) -> Iterator[str]:
