@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import pickle
 import queue
 import random
 import socket
@@ -197,7 +198,7 @@ def _collect(processes: list[BaseProcess], results: Queue[tuple[int, str, Any]],
         if ended != "returned":
             kind = RankError if ended == "raised" else JoinError
             raise kind(f"rank {rank} of {len(processes)} failed:\n{value}")
-        returned[rank] = value
+        returned[rank] = pickle.loads(value)
     return [returned[rank] for rank in range(len(processes))]
 
 
@@ -223,7 +224,7 @@ def _run_rank(
         store = torch.distributed.TCPStore("127.0.0.1", port, world_size=world_size, is_master=False)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         ended = "raised"
-        results.put((rank, "returned", function(rank, *args)))
+        results.put((rank, "returned", _returned(function, rank, args)))
         if torch.distributed.is_initialized():  # the function may have left the group
             torch.distributed.barrier()
     except BaseException:
@@ -233,6 +234,11 @@ def _run_rank(
         results.close()
         results.join_thread()
         os._exit(0)
+
+
+def _returned(function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> bytes:
+    """What a function returns. A queue would send tensors as file descriptors, which the rank that has ended serves no more."""
+    return pickle.dumps(function(rank, *args))
 
 
 def _run_on_card(
@@ -246,7 +252,7 @@ def _run_on_card(
     os.environ.clear()
     os.environ.update(environment)
     try:
-        results.put((rank, "returned", function(rank, *args)))
+        results.put((rank, "returned", _returned(function, rank, args)))
     except BaseException:
         results.put((rank, "raised", traceback.format_exc()))
     finally:

@@ -54,6 +54,7 @@ def test_trains_as_plain_torch_does(courses: list[dict[str, Any]], name: str) ->
 
 @pytest.mark.timeout(500)
 def test_paged_states_step_as_those_on_the_card_and_resume(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
     wide = {"hidden_size": 512, "intermediate_size": 1024}  # moments of 100,000 numbers and more are paged
     places: dict[str, dict[str, Any]] = {
         "ddp": {"strategy": "ddp"},
