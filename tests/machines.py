@@ -1,6 +1,6 @@
 """Two machines in one: network namespaces with a cable between them, each with a name, addresses and /etc/hosts of its own.
 
-A command runs on a machine by `Machine.command`, or by the executable of `quick_python()` with `Machine.environment`. What runs
+Where a name is all that matters, `under_the_name` is enough: a second node on this machine's network. A command runs on a machine by `Machine.command`, or by the executable of `quick_python()` with `Machine.environment`. What runs
 there sees no other network, and `Machine.power_off` ends all of it at once.
 """
 
@@ -11,6 +11,7 @@ import ctypes
 import functools
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -135,6 +136,39 @@ def two_machines(folder: Path) -> Iterator[tuple[Machine, Machine]]:
             for name in ("lo", machine.cable):
                 _ip("-n", machine.namespace, "link", "set", name, "up")
         yield machines
+
+
+def under_the_name(name: str, argv: Sequence[str | Path]) -> list[str]:
+    """The command line that runs another here, on this machine's network, with a host name of its own."""
+    return ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name, *map(str, argv)]
+
+
+@functools.cache
+def why_no_name() -> str:
+    """The reason why no command can have a host name of its own here, or ''."""
+    try:
+        tried = subprocess.run(under_the_name("try", ["true"]), capture_output=True, text=True)
+    except OSError as error:
+        return f"no second host name can be had here: {error}"
+    return f"no second host name can be had here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def stand_in_for_ssh(folder: Path, commands: Mapping[str, Sequence[str]]) -> str:
+    """Write an `ssh` that starts a program here, instead of asking a server, and gives the words to its shell as sshd does.
+
+    Args:
+        folder: Folder for it.
+        commands: By the name of a host, the command line that runs there what is added to it.
+    Returns:
+        A PATH on which it comes first.
+    """
+    lines = ["#!/bin/sh", 'for word; do before="$host"; host="$command"; command="$word"; done', 'case "$host" in']
+    lines += [f'{name}) exec {shlex.join([*words, "sh", "-c"])} "$command" ;;' for name, words in commands.items()]
+    lines += ["esac", 'echo "ssh: Could not resolve hostname $host" >&2; exit 255']
+    (folder / "bin").mkdir()
+    (folder / "bin" / "ssh").write_text("\n".join(lines))
+    (folder / "bin" / "ssh").chmod(0o755)
+    return f"{folder}/bin:{os.environ['PATH']}"
 
 
 def _remove(machine: Machine) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machines import Machine, two_machines, why_none
+from machines import Machine, stand_in_for_ssh, two_machines, why_none
 from ranks import QUICK
 from train_jobs import curve, hears_interrupts, write_inputs, write_job
 
@@ -87,14 +87,8 @@ def folder(tmp_path) -> Path:
 
 
 def stand_in(folder: Path, nodes: tuple[Machine, Machine]) -> None:
-    """An `ssh` that enters the machine, instead of asking a server there, and gives the words to its shell as sshd does."""
-    lines = ["#!/bin/sh", 'for word; do before="$host"; host="$command"; command="$word"; done', 'case "$host" in']
-    for node in nodes:
-        lines.append(f'{node.name}) exec {shlex.join(node.command(["sh", "-c"]))} "$command" ;;')
-    lines += ["esac", 'echo "ssh: Could not resolve hostname $host" >&2; exit 255']
-    (folder / "bin").mkdir()
-    (folder / "bin" / "ssh").write_text("\n".join(lines))
-    (folder / "bin" / "ssh").chmod(0o755)
+    """An `ssh` that enters the machine."""
+    stand_in_for_ssh(folder, {node.name: node.command([]) for node in nodes})
 
 
 def start(
