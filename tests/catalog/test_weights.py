@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_tasks import task_config
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
+from toolkit.catalog.models import resolve_model
 from toolkit.catalog.weights import INDEX, SINGLE, count_stored_parameters, find_weights, read_header, unread_weights
-from toolkit.config.job import Job
+from toolkit.config.job import Job, Model, Task
 from toolkit.modeling.safetensors_folder import SafetensorsFolder
 from toolkit.planning.plan_warnings import plan_warnings
 from toolkit.planning.resolve import resolve
+
+TASKS: Final[dict[Task, Any]] = {
+    "sequence-classification": AutoModelForSequenceClassification,
+    "token-classification": AutoModelForTokenClassification,
+}
 
 
 def saved(folder: Path, *, shard: str = "5GB", tied: bool = False) -> int:
@@ -51,6 +66,26 @@ def test_a_stored_copy_of_a_tied_head_and_buffers_do_not_count(tmp_path: Path) -
     save_file(tensors, tmp_path / SINGLE)
     assert count_stored_parameters(find_weights(tmp_path), {}, tied=True) == count
     assert count_stored_parameters(find_weights(tmp_path), {}, tied=False) == count + 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("auto", "architecture"),
+    [
+        (AutoModelForMaskedLM, "bert"),
+        (AutoModel, "bert"),  # with a pooler, and without a name before the base
+        (AutoModelForMaskedLM, "roberta"),
+        (AutoModelForMaskedLM, "deberta-v2"),
+        (AutoModelForMaskedLM, "distilbert"),
+    ],
+)
+def test_a_classifier_on_the_base_of_another_model_is_counted(tmp_path: Path, auto: Any, architecture: str) -> None:
+    auto.from_config(task_config(architecture)).save_pretrained(tmp_path)
+    for task, classes in TASKS.items():
+        spec = resolve_model(Model(name=str(tmp_path), task=task, num_labels=3))
+        wanted = classes.from_config(task_config(architecture, num_labels=3))
+        assert spec.num_parameters == sum(parameter.numel() for parameter in wanted.parameters())
+    job = {"model": {"name": str(tmp_path), "task": task}, "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": 2}}
+    assert resolve(Job.model_validate(job)).settings.zero_stage == 2, "of a model that fits, parameters are not sharded"
 
 
 def test_what_stands_beside_what_is_read_is_named(tmp_path: Path) -> None:

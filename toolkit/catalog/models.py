@@ -17,7 +17,7 @@ from toolkit.catalog.files import configs_root, read_config
 from toolkit.catalog.parameters import count_of_task
 from toolkit.catalog.rope import longest, with_rope_scaling
 from toolkit.catalog.tasks import class_problems, has_new_head, num_labels_of, task_of
-from toolkit.catalog.weights import Weights, count_stored_parameters, find_weights
+from toolkit.catalog.weights import Weights, count_stored_parameters, count_with_new_head, find_weights
 from toolkit.config.fields import Word, adapter_of
 from toolkit.config.job import CLASSIFYING, Model, Task
 from toolkit.config.paths import is_file, path_kind, shown
@@ -50,7 +50,7 @@ class ModelSpec:
         head_dim: Width of a query and key head.
         max_position_embeddings: Longest sequence, tokens; None if nothing bounds it.
         num_experts: Routed experts of a sparse layer; 0 for a dense model.
-        num_parameters: Parameters of the whole model, tied weights counted once; None if only building it can tell.
+        num_parameters: Parameters of the whole model, tied weights counted once, to a layer of a new head; None if only building it can tell.
     """
 
     name: Word  # without line breaks, since it is written into comments of shell scripts
@@ -301,9 +301,13 @@ def _build(
     num_labels = num_labels_of(model, config)[0] if task in CLASSIFYING else 0
     counted = count_of_task(config, task, num_labels)
     stored = None
-    new_head = has_new_head(task, config)
-    if counted is None and weights is not None and weights.files and not new_head:
-        stored = count_stored_parameters(weights, config, tied=sizes.tie_word_embeddings)
+    if counted is None and weights is not None and weights.files:
+        if has_new_head(task, config):
+            stored = count_with_new_head(
+                weights, config, task=task, hidden_size=sizes.hidden_size, num_labels=num_labels
+            )
+        else:
+            stored = count_stored_parameters(weights, config, tied=sizes.tie_word_embeddings)
     return ModelSpec(
         name=model.name,
         origin=origin,

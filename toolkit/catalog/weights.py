@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from toolkit.config.job import Task
 from toolkit.io import parse_json, read_json_object
 
 SINGLE = "model.safetensors"
@@ -16,6 +18,8 @@ INDEX = "model.safetensors.index.json"
 BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # The format's own ceiling on a header: safetensors, src/tensor.rs, MAX_HEADER_SIZE.
 _MAX_HEADER_BYTES = 100_000_000
+# Names of what only the base of a model has: the embedding of its tokens, and its layers by number.
+_TOKENS, _LAYER = re.compile(r"(word|tok|tokens?)_embed|embed_tokens"), re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +133,45 @@ def count_stored_parameters(weights: Weights, config: Mapping[str, Any], *, tied
     Returns:
         Number of elements of all floating-point tensors; None if files are missing, or quantised with packed elements.
     """
-    if not weights.loadable or config.get("quantization_config"):
+    tensors = _stored(weights, config)
+    if tensors is None:
         return None
-    tensors = dict(_floating(weights))
     head = tensors.get("lm_head.weight")
     if tied and head is not None and sum(shape == head for shape in tensors.values()) > 1:
         del tensors["lm_head.weight"]
     return sum(math.prod(shape) for shape in tensors.values())
+
+
+def count_with_new_head(
+    weights: Weights, config: Mapping[str, Any], *, task: Task, hidden_size: int, num_labels: int
+) -> int | None:
+    """Count what a classifier has that takes the base of a model of another task, as `count_stored_parameters` counts a model of its own.
+
+    The base is counted exactly, the head as encoders have it: a linear layer to the classes, and of sequences one of the hidden size before it.
+
+    Source:
+        transformers modeling_bert.py BertForSequenceClassification, BertForTokenClassification, whose pooler is such a layer;
+        modeling_roberta.py RobertaClassificationHead.
+    """
+    tensors = _stored(weights, config)
+    if tensors is None:
+        return None
+    wrappers = {name.partition(".")[0] for name in tensors if _TOKENS.search(name)}
+    wrappers &= {name.partition(".")[0] for name in tensors if _LAYER.search(name)}
+    base = sum(
+        math.prod(shape)
+        for name, shape in tensors.items()
+        # A base that is saved alone has no wrapper, and no head.
+        if "pooler" not in name.split(".")[:2] and (not wrappers or name.partition(".")[0] in wrappers)
+    )
+    decodes = any("CausalLM" in str(name) for name in config.get("architectures") or ())
+    before = hidden_size + 1 if task == "sequence-classification" and not decodes else 0
+    return base + before * hidden_size + num_labels * (hidden_size + 1)
+
+
+def _stored(weights: Weights, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of all floating-point tensors; None if files are missing, or quantised with packed elements."""
+    return None if not weights.loadable or config.get("quantization_config") else dict(_floating(weights))
 
 
 def _floating(weights: Weights) -> Iterator[tuple[str, tuple[int, ...]]]:
