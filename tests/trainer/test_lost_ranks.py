@@ -30,7 +30,9 @@ PLACES = {
     "two-cards": (pytest.mark.gpu, pytest.mark.skipif(CARDS < 2, reason="needs two CUDA devices")),
     "one-card": (
         pytest.mark.gpu,
-        pytest.mark.skipif(CARDS != 1, reason="needs one CUDA device; two run as two cards"),
+        pytest.mark.skipif(
+            CARDS != 1 or card() is None, reason="needs one CUDA device that computes in bf16; two run as two cards"
+        ),
         NEEDS_NAME,
     ),
     "gloo": (pytest.mark.gloo, pytest.mark.full, NEEDS_NAME),
