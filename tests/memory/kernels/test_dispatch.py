@@ -40,6 +40,14 @@ def test_a_mask_rules_flash_out(capability, kernel):
     assert chosen(capability, masked=True) == kernel
 
 
+@pytest.mark.parametrize("capability", [A100, H100_CARD])
+def test_a_bias_with_the_heads_last_runs_the_math_kernel(capability):
+    bias = torch.empty(1, 16, 16, 8, dtype=BF16, device="meta").permute(0, 3, 1, 2)
+    device = Device(capability=capability)
+    assert choose_kernel(*shapes(), bias, device=device) == "math"
+    assert choose_kernel(*shapes(), bias.contiguous(), device=device) != "math"
+
+
 def test_before_ampere_grouped_queries_run_the_math_kernel():
     assert chosen(T4, dtype=FP16) == "efficient"
     assert chosen(T4, dtype=FP16, kv_heads=2) == "math"

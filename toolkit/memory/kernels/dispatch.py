@@ -61,7 +61,9 @@ def choose_kernel(
         sdp_utils.cpp select_sdp_backend: the first usable one of cuDNN (Hopper and Blackwell), flash, efficient, math.
     """
     grouped = key.shape[1] != query.shape[1]
-    if grouped and not enable_gqa:
+    # check_last_dim_stride_equals_1_dense (sdp_utils_cpp.h): a bias that is made with the heads last fails it.
+    along_rows = all(each.stride(-1) == 1 or each.shape[-1] == 1 for each in (query, key, value))
+    if (grouped and not enable_gqa) or not along_rows or (mask is not None and mask.stride(-1) != 1):
         return "math"
     fits = _Shapes(
         half=query.dtype in (torch.bfloat16, torch.float16),
