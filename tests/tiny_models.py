@@ -35,6 +35,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 4, "sliding_window": 8},
     "gemma3_text": {"head_dim": 4, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "n_inner": 24},
+    "openai-gpt": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "n_ctx": 32},
     "gpt_neox": {"rotary_pct": 0.5},
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16},
     "falcon": {"new_decoder_architecture": False, "alibi": False},
@@ -69,7 +70,7 @@ def tiny_config(architecture: str, **overrides: Any) -> PreTrainedConfig:
     values = _COMMON | _OVERRIDES[architecture] | overrides
     if architecture in _UNTIED:
         values.setdefault("tie_word_embeddings", False)
-    if architecture == "gpt2":
+    if architecture in ("gpt2", "openai-gpt"):
         values = {key: value for key, value in values.items() if key not in ("hidden_size", "intermediate_size")}
     return AutoConfig.for_model(architecture.removesuffix("-tied"), **values)
 

@@ -5,7 +5,7 @@ import torch
 from ranks import run_distributed
 from tiny_models import ARCHITECTURES, empty_model, partitioned_model, tiny_config, whole_model
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from toolkit.modeling.initialization import initialize_buffers, initialize_weights, module_seed
 
@@ -20,7 +20,8 @@ def _initialized(config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_weights_follow_the_distribution_of_from_config(architecture: str) -> None:
-    width = {"gpt2": {"n_embd": 64, "n_inner": 128}}.get(architecture, {"hidden_size": 64, "intermediate_size": 128})
+    widths = {"gpt2": {"n_embd": 64, "n_inner": 128}, "openai-gpt": {"n_embd": 64}}
+    width = widths.get(architecture, {"hidden_size": 64, "intermediate_size": 128})
     width |= {"word_embed_proj_dim": 64, "ffn_dim": 128} if architecture == "opt" else {}
     config = tiny_config(architecture, **width)
     torch.manual_seed(7)
@@ -40,6 +41,17 @@ def test_weights_follow_the_distribution_of_from_config(architecture: str) -> No
     embedding = model.get_input_embeddings()
     if embedding.padding_idx is not None:
         assert not embedding.weight[padding].any()
+
+
+def test_what_no_rule_sets_is_as_the_constructor_makes_it() -> None:
+    config = AutoConfig.for_model(
+        "apertus", hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
+    expected = AutoModelForCausalLM.from_config(config).model.layers[1].mlp.act_fn
+    found = _initialized(config).model.layers[1].mlp.act_fn
+    for name in ("alpha_p", "alpha_n"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert getattr(expected, name).any()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -37,6 +37,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_GROUPED, **_SLIDING, "head_dim": 4},
     "gpt2": {"n_inner": 24},
     "gpt_neox": {"rotary_pct": 0.5},
+    "gpt_neox_japanese": {
+        "rotary_pct": 0.5,
+        "intermediate_multiple_size": 2,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    },
     "gpt_oss": {**_GROUPED, **_SLIDING, **_EXPERTS, **_NO_YARN, "head_dim": 4},
     "granite": {**_GROUPED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "llama": _GROUPED,

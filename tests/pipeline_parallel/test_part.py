@@ -14,6 +14,7 @@ ENDS = {
     "bloom": (("word_embeddings.weight", "word_embeddings_layernorm"), ("ln_f", "lm_head")),
     "gpt2": (("wte", "wpe"), ("ln_f", "lm_head")),
     "gpt_neox": (("embed_in",), ("gpt_neox.final_layer_norm", "lm_head")),
+    "gpt_neox_japanese": (("embed_in",), ("gpt_neox_japanese.final_layer_norm", "embed_out")),
     "opt": (("embed_tokens", "embed_positions", "project_in"), ("decoder.final_layer_norm", "project_out", "lm_head")),
     "phi": (("embed_tokens",), ("final_layernorm", "lm_head")),
 }

@@ -12,8 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
     LlamaModel,
-    OpenAIGPTConfig,
     PreTrainedModel,
+    XLMConfig,
 )
 
 from toolkit.errors import PlanError
@@ -114,12 +114,14 @@ def refused(model: PreTrainedModel, part: StageSpec | None = None) -> PlanError:
 
 def test_layers_that_are_not_found() -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(OpenAIGPTConfig(n_embd=16, n_layer=4, n_head=2))
+        model = AutoModelForCausalLM.from_config(XLMConfig(emb_dim=16, n_layers=4, n_heads=2))
     error = refused(model)
     assert error.codes == ("PIPELINE_LAYERS",)
-    assert "OpenAIGPTLMHeadModel" in str(error)
-    assert "nn.ModuleList whose members are all a GradientCheckpointingLayer, and it has none" in str(error)
+    assert "XLMWithLMHeadModel" in str(error)
+    assert "modules of one class, and it has 4: transformer.attentions, transformer.layer_norm1, " in str(error)
     assert "parallel.pipeline" in str(error)
+    model.config.n_layers = 3
+    assert "and it has none" in str(refused(model))
     two = dense_model("llama")
     two.model.others = nn.ModuleList([two.model.layers[0]])
     assert "it has 2: model.layers, model.others" in str(refused(two))

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -21,6 +22,7 @@ from toolkit.introspect import named_decoder_layers, tied_keys
 from toolkit.modeling.local_shard import LocalShard
 from toolkit.modeling.nf4 import layer_of, pack
 
+_DEVIATION = 0.02  # of most configurations, where one does not say
 _DONE = "_is_hf_initialized"  # transformers.initialization skips tensors with this attribute
 
 
@@ -40,7 +42,8 @@ def initialize_weights(
     tied and keep the values of the first module; buffers are filled as by `initialize_buffers`.
 
     For a sharded or split model each rank draws whole weights, of one decoder layer at a time, and keeps its part; weights of
-    other stages are not drawn.
+    other stages are not drawn. Of what no rule of the architecture sets (the activations of Apertus, GPT's Conv1D), vectors have the values
+    of the constructor and matrices are drawn as most rules do.
 
     Args:
         model: Model whose storage is allocated (`allocate`) or partitioned (`deepspeed.zero.Init`).
@@ -69,13 +72,21 @@ def initialize_weights(
 
 def _draw_in_place(model: PreTrainedModel, *, seed: int, modules: frozenset[str] | None) -> None:
     drawn: set[int] = set()
+    named: dict[str, Tensor] = {}
     partitioned = any(map(is_partitioned, model.parameters()))
-    for name, module, owner in _children_first(model):
-        own = list(module.parameters(recurse=False))
-        if modules is None or name in modules:
-            with gathered(own), _GatherIfTouched() if partitioned else nullcontext():
-                _draw(name, module, owner, seed=seed, kept=[weight for weight in own if id(weight) in drawn])
-        drawn.update(map(id, own))
+    with _Written() as written:
+        for name, module, owner in _children_first(model):
+            own = dict(module.named_parameters(name, recurse=False))
+            if modules is None or name in modules:
+                with gathered(own.values()), _GatherIfTouched() if partitioned else nullcontext():
+                    _draw(
+                        name, module, owner, seed=seed, kept=[weight for weight in own.values() if id(weight) in drawn]
+                    )
+                named |= {key: weight for key, weight in own.items() if id(weight) not in drawn}
+            drawn.update(map(id, own.values()))
+    unset = {key: weight for key, weight in named.items() if id(weight) not in written.seen}
+    with gathered(unset.values()):
+        _set_rest(model.config, unset, seed=seed, constructed=partial(_construct_vectors, model))
 
 
 def _draw_apart(
@@ -83,11 +94,12 @@ def _draw_apart(
 ) -> None:
     """Draw the dense twin unit by unit, and copy this rank's part of each into the model."""
     device = next(model.parameters()).device
+    constructed = cache(partial(_construct_vectors, dense))
     done: set[nn.Parameter] = set()
     for _, members in groupby(_children_first(dense), key=_units(dense)):
         unit = list(members)
         if any(part.local_key(key) for key in _own_weights(unit)):
-            _draw_unit(model, unit, part, device=device, seed=seed, modules=modules, but=done)
+            _draw_unit(model, unit, part, device=device, seed=seed, modules=modules, but=done, constructed=constructed)
         done |= set(_own_weights(unit).values())
 
 
@@ -105,16 +117,20 @@ def _draw_unit(
     seed: int,
     modules: frozenset[str] | None,
     but: AbstractSet[nn.Parameter],
+    constructed: Callable[[], Mapping[str, Tensor]],
 ) -> None:
     """Draw some modules of the dense twin, except weights of an earlier unit, and copy the part that the model owns."""
-    with _materialized([module for _, module, _ in unit], device, but=but), _NothingElsewhere():
+    with _materialized([module for _, module, _ in unit], device, but=but):
         drawn: dict[nn.Parameter, str] = {}
-        for name, module, owner in unit:
-            own = dict(module.named_parameters(name, recurse=False))
-            if modules is None or name in modules:
-                kept = [weight for weight in own.values() if weight.is_meta or weight in drawn]
-                _draw(name, module, owner, seed=seed, kept=kept)
-                drawn |= {weight: key for key, weight in own.items() if not weight.is_meta and weight not in drawn}
+        with _NothingElsewhere(), _Written() as written:
+            for name, module, owner in unit:
+                own = dict(module.named_parameters(name, recurse=False))
+                if modules is None or name in modules:
+                    kept = [weight for weight in own.values() if weight.is_meta or weight in drawn]
+                    _draw(name, module, owner, seed=seed, kept=kept)
+                    drawn |= {weight: key for key, weight in own.items() if not weight.is_meta and weight not in drawn}
+        unset = {key: weight for weight, key in drawn.items() if id(weight) not in written.seen}
+        _set_rest(model.config, unset, seed=seed, constructed=constructed)
         for weight, key in drawn.items():
             local_key = part.local_key(key)
             if local_key is not None:
@@ -132,6 +148,18 @@ def _draw(name: str, module: nn.Module, owner: Any, *, seed: int, kept: Iterable
     seed_draws(module_seed(seed, name))
     with _marked_done(kept):
         owner._init_weights(module)
+
+
+def _set_rest(
+    config: Any, weights: Mapping[str, Tensor], *, seed: int, constructed: Callable[[], Mapping[str, Tensor]]
+) -> None:
+    """Set what no rule has: vectors as the constructor does, matrices by the configuration's deviation."""
+    for key, weight in weights.items():
+        if weight.ndim < 2:
+            weight.copy_(constructed()[key])
+        else:
+            seed_draws(module_seed(seed, key))
+            weight.normal_(0.0, getattr(config, "initializer_range", _DEVIATION))
 
 
 @torch.no_grad()
@@ -256,6 +284,25 @@ class _NothingElsewhere(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Written(TorchFunctionMode):
+    """Notes which tensors functions write to in place, such as those of torch.nn.init; a part stands for its whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, given = func.__name__, [*args, *(kwargs or {}).values()]
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            self.seen.update(id(tensor) for tensor in given[:1] if isinstance(tensor, Tensor))
+            self.seen.update(
+                id(tensor._base) for tensor in given[:1] if isinstance(tensor, Tensor) and tensor._base is not None
+            )
+        return func(*args, **(kwargs or {}))
+
+
 class _GatherIfTouched(TorchFunctionMode):
     """Gathers a ZeRO-3 weight for the one operation that touches it.
 
@@ -335,6 +382,24 @@ def _construct_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
     with no_init_weights(), init_empty_weights(include_buffers=False), _default_dtype(model.dtype):
         return dict(type(model)(model.config).named_buffers())
+
+
+def _construct_vectors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the weights of at most one dimension as the architecture's constructor makes them; matrices stay on the meta device."""
+    register = nn.Module.register_parameter
+
+    def without_matrices(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
+        if weight is not None and weight.ndim > 1:
+            weight = nn.Parameter(weight.to("meta"), weight.requires_grad)
+        register(module, name, weight)
+
+    nn.Module.register_parameter = without_matrices  # type: ignore[method-assign]
+    try:
+        with no_init_weights(), _default_dtype(model.dtype):
+            constructed = type(model)(model.config)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return {name: weight for name, weight in constructed.named_parameters() if not weight.is_meta}
 
 
 def _cuda_devices(model: nn.Module) -> list[int]:

@@ -84,7 +84,7 @@ def find_layers(model: nn.Module) -> str:
     Raises:
         PlanError: PIPELINE_LAYERS if there is not exactly one.
     """
-    outermost = list(layer_lists(model))
+    outermost = list(layer_lists(model)) or _lists_of_one_class(model)
     if len(outermost) > 1:  # towers for images or audio have layers too
         decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
         outermost = [
@@ -97,11 +97,20 @@ def find_layers(model: nn.Module) -> str:
         code="PIPELINE_LAYERS",
         key="parallel.pipeline",
         message=f"a pipeline splits {type(model).__name__} at its only nn.ModuleList whose members are all a "
-        f"GradientCheckpointingLayer, and {found}",
+        f"GradientCheckpointingLayer, or else num_hidden_layers modules of one class, and {found}",
         fix="Set parallel.pipeline to 1; in your own model, derive the decoder layer from "
         "transformers.modeling_layers.GradientCheckpointingLayer and keep all layers in one nn.ModuleList",
         source="transformers modeling_layers.py",
     )
+
+
+def _lists_of_one_class(model: Any) -> list[str]:
+    """Return the lists of as many modules of one class as the model has layers: those of architectures that cannot recompute them."""
+    count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    lists = {name: list(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    return [
+        name for name, members in lists.items() if len(members) == count and len({type(each) for each in members}) == 1
+    ]
 
 
 def base_of(model: PreTrainedModel) -> Any:

@@ -48,6 +48,14 @@ def test_a_bias_with_the_heads_last_runs_the_math_kernel(capability):
     assert choose_kernel(*shapes(), bias.contiguous(), device=device) != "math"
 
 
+def test_constructors_of_tensors_stay_torchs_own():
+    """torch remembers those that it finds when a device context is first used (torch/utils/_device.py _device_constructors)."""
+    names = ("empty", "zeros", "ones", "full", "arange", "tensor")
+    before = [getattr(torch, name) for name in names]
+    with cuda_kernels(Device(capability=9.0)):
+        assert [getattr(torch, name) for name in names] == before
+
+
 def test_before_ampere_grouped_queries_run_the_math_kernel():
     assert chosen(T4, dtype=FP16) == "efficient"
     assert chosen(T4, dtype=FP16, kv_heads=2) == "math"

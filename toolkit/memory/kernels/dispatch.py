@@ -29,6 +29,8 @@ CUDNN_LATENT_HEAD_DIMS = (192, 128)  # the same: queries and values of multi-hea
 GROUPED_MM_MIN_CAPABILITY = 8.0  # transformers integrations/moe.py _can_use_grouped_mm
 # liger_kernel ops/fused_linear_cross_entropy.py (0.8.2 and later): addmm into the head's gradient.
 LIGER_IN_PLACE_MIN_CAPABILITY = 8.0
+# Attribute of fake tensors that are made of ones (trace/fake_ops.py marked_ones).
+ALL_ONES = "is_all_ones"
 # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120: 192 < width <= 224, or > 224 with dropout.
 SMALL_SHARED_MEMORY = ((8.6, 8.9), (12.0, 12.1))
 
@@ -195,21 +197,16 @@ def _masks_of_ones() -> Iterator[None]:
     Source:
         transformers models/bart/modeling_bart.py BartDecoder; masking_utils.py _ignore_causal_mask_sdpa.
     """
-    ones, preprocess = torch.ones, masking_utils._preprocess_mask_arguments
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        made: Any = ones(*args, **kwargs)
-        made.is_all_ones = True
-        return made
+    preprocess = masking_utils._preprocess_mask_arguments
 
     def without_ones(config: Any, embeds: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
-        return preprocess(config, embeds, None if getattr(mask, "is_all_ones", False) else mask, *args, **kwargs)
+        return preprocess(config, embeds, None if getattr(mask, ALL_ONES, False) else mask, *args, **kwargs)
 
-    torch.ones, masking_utils._preprocess_mask_arguments = make, without_ones
+    masking_utils._preprocess_mask_arguments = without_ones
     try:
         yield
     finally:
-        torch.ones, masking_utils._preprocess_mask_arguments = ones, preprocess
+        masking_utils._preprocess_mask_arguments = preprocess
 
 
 @contextlib.contextmanager

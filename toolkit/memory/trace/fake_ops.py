@@ -9,6 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
+from toolkit.memory.kernels.dispatch import ALL_ONES
+
 aten = torch.ops.aten
 collectives: Any = torch.ops._c10d_functional
 
@@ -149,3 +151,12 @@ def norm_statistics(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         return NotImplemented
     out, mean, deviation = function(*args, **kwargs)
     return out, torch.empty_like(mean, dtype=torch.float32), torch.empty_like(deviation, dtype=torch.float32)
+
+
+def marked_ones(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Mark a tensor that is made of ones, as masks are that models make themselves (kernels/dispatch.py)."""
+    if function is not aten.ones.default:
+        return NotImplemented
+    made = function(*args, **kwargs)
+    setattr(made, ALL_ONES, True)
+    return made

@@ -45,6 +45,7 @@ from toolkit.memory.trace.fake_ops import (
     disable_layer_dropout,
     inplace_collectives,
     known_values,
+    marked_ones,
     norm_statistics,
     same_types,
 )
@@ -130,6 +131,7 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                 rules += [rule for rule in (own, looped) if rule is not None]
                 if spec.images is not None:
                     rules.append(known_values)
+                rules.append(marked_ones)
                 losses = _losses(spec, made, tp_group)
                 compiled = CompiledStacks.of(spec, made.model, made.stacks) if spec.torch_compile else None
                 runs = []

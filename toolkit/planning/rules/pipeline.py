@@ -14,7 +14,8 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 # Architectures whose stages tests hold to the whole model; those of others are proven before a run starts.
 STAGED_MODEL_TYPES = frozenset(
     {
-        *("bloom", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mixtral"),
+        *("bloom", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "granite"),
+        *("llama", "mixtral"),
         *("olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"),
     }
 )
