@@ -266,7 +266,8 @@ def _own_step(
         )
         most = max(phases["step"].allocated_bytes for phases in found.values())
         if settings.offload_optimizer is None and most + NORM_ITEMSIZE * -(-largest // settings.dp_size) > peak:
-            steps = phases_of_ranks(plan, events, replace(settings, short_step=False)).values()
+            alone = replace(settings, short_step=False, frees_graph=False)
+            steps = phases_of_ranks(plan, events, alone).values()
             own = max(own, *(phases["step"].allocated_bytes for phases in steps))
     elif settings.itemsize != settings.master_itemsize and settings.accumulation_itemsize == settings.itemsize:
         for phases in found.values():  # sums in fp32 are stepped as they are

@@ -393,7 +393,7 @@ def _construct_vectors(model: PreTrainedModel) -> dict[str, Tensor]:
             weight = nn.Parameter(weight.to("meta"), weight.requires_grad)
         register(module, name, weight)
 
-    nn.Module.register_parameter = without_matrices  # type: ignore[method-assign]
+    nn.Module.register_parameter = without_matrices  # type: ignore[method-assign, assignment]
     try:
         with no_init_weights(), _default_dtype(model.dtype):
             constructed = type(model)(model.config)
