@@ -99,7 +99,7 @@ def test_the_command_says_what_it_wrote(root: Path, tmp_path: Path, capsys: pyte
     assert line.endswith("[EXPORT_EXISTS]")
     (tmp_path / "file").write_text("mine")
     assert main(["checkpoint", "convert", str(root / "stages"), str(tmp_path / "file")]) == 2
-    assert "exists and is no folder" in capsys.readouterr().err
+    assert "exists and is not a folder" in capsys.readouterr().err
     assert main(["checkpoint", "inspect", str(out), "--json"]) == 0
     assert any("on any ranks and with any strategy" in text for text in json.loads(capsys.readouterr().out)["loads"])
 
