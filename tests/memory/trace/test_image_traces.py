@@ -33,8 +33,9 @@ def assert_few_are_all(plan):
     assert (few.parameters, few.forward, few.backward) == (whole.parameters, whole.forward, whole.backward)
 
 
-def test_few_layers_of_tower_and_decoder_are_all(tmp_path):
-    assert_few_are_all(plan_of(tmp_path, "qwen2_5_vl", gradient_checkpointing=True))
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_few_layers_of_tower_and_decoder_are_all(family, tmp_path):
+    assert_few_are_all(plan_of(tmp_path, family, gradient_checkpointing=True))
 
 
 @pytest.mark.full

@@ -199,8 +199,11 @@ def _masks_of_ones() -> Iterator[None]:
     """
     preprocess = masking_utils._preprocess_mask_arguments
 
-    def without_ones(config: Any, embeds: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
-        return preprocess(config, embeds, None if getattr(mask, ALL_ONES, False) else mask, *args, **kwargs)
+    def without(given: Any) -> Any:
+        return None if getattr(given, ALL_ONES, False) else given
+
+    def without_ones(*args: Any, **kwargs: Any) -> Any:  # the mask is the only argument that may be one
+        return preprocess(*map(without, args), **{name: without(value) for name, value in kwargs.items()})
 
     masking_utils._preprocess_mask_arguments = without_ones
     try:
