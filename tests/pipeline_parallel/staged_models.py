@@ -38,7 +38,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 24},
     "gpt_neox": {"rotary_pct": 0.5},
     "gpt_neox_japanese": {
-        "rotary_pct": 0.5,
         "intermediate_multiple_size": 2,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
