@@ -280,8 +280,6 @@ def listed() -> None:
     errors = []
     print("| run | measured GiB | toolkit | the farthest phase |\n|---|---|---|---|")
     for cases, name in LISTED.items():
-        if name == "offload":  # docs/offload.md
-            continue
         by_name = {case["id"]: case for case in read_cases(ROOT / "tests" / "data" / "cards" / cases)}
         for run in map(
             json.loads, (ROOT / "benchmarks" / "results" / f"{name}-1xh200.jsonl").read_text("utf-8").splitlines()

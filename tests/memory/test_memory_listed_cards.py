@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from card_runs import CARDS, quick  # which puts the benchmarks on the import path
 from job_speed import plan_of, read_cases
+from step_time import LISTED
 
 import toolkit as tk
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-LISTS = {"architecture_cases.yaml": "architectures", "task_cases.yaml": "tasks", "long_cases.yaml": "long"}
-CASES = {case["id"]: case for name in LISTS for case in read_cases(CARDS / name)}
+CASES = {case["id"]: case for name in LISTED for case in read_cases(CARDS / name)}
 RUNS = {
     row["id"]: row
-    for name in LISTS.values()
+    for name in LISTED.values()
     for row in map(json.loads, (RESULTS / f"{name}-1xh200.jsonl").read_text("utf-8").splitlines())
 }
 QUICK = ("phimoe-zero2", "exaone4-zero2", "olmoe-lora", "bert-texts-zero2", "bart-zero3", "qwen2-tags-fsdp2")

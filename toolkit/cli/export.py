@@ -83,6 +83,7 @@ def export(
     from toolkit.checkpoint.discovery import latest_checkpoint
     from toolkit.checkpoint.layout import step_of
     from toolkit.launch.packages import token_problems
+    from toolkit.trainer.checks import EXPORT_FOLDER
     from toolkit.trainer.progress import SteadyConsole
 
     size = parse_size(max_shard_size)
@@ -93,7 +94,7 @@ def export(
     if step_of(checkpoint) is None and list(checkpoint.glob("checkpoint-*")):
         checkpoint = latest_checkpoint(checkpoint)
     export_checkpoint = _load_quickly(checkpoint, model or checkpoint, trust_remote_code=trust_remote_code)
-    target = out or checkpoint.parent / "export"
+    target = out or checkpoint.parent / EXPORT_FOLDER
     console = SteadyConsole(stderr=True)
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
         task = bar.add_task("tensors", total=None)

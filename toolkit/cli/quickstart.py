@@ -149,9 +149,10 @@ def _finish(plan: Plan, job: Path, *, as_json: bool, began: float) -> None:
 
     from toolkit.checkpoint.discovery import latest_checkpoint
     from toolkit.cli.export import describe_scores, load_exporter
+    from toolkit.trainer.checks import EXPORT_FOLDER
 
-    last = latest_checkpoint(plan.output_dir)
-    done = load_exporter()(last, plan.output_dir / "export", check_logits=True, verify_first=False)
+    last, folder = latest_checkpoint(plan.output_dir), plan.output_dir / EXPORT_FOLDER
+    done = load_exporter()(last, folder, check_logits=True, verify_first=False)
     metrics = plan.output_dir / "metrics.jsonl"
     records = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
     losses = [record["loss"] for record in records if "loss" in record]
@@ -179,7 +180,7 @@ def _finish(plan: Plan, job: Path, *, as_json: bool, began: float) -> None:
             ("configs", str(plan.output_dir / "configs")),
             ("metrics", f"{metrics}: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"),
             ("checkpoint", str(last)),
-            ("export", f"{plan.output_dir / 'export'} ({format_bytes(done.report.num_bytes)})"),
+            ("export", f"{folder} ({format_bytes(done.report.num_bytes)})"),
             ("checked", describe_scores(done.logits_difference)),
             ("time", format_seconds(seconds)),
         ]

@@ -86,7 +86,7 @@ def _draw_in_place(model: PreTrainedModel, *, seed: int, modules: frozenset[str]
             drawn.update(map(id, own.values()))
     unset = {key: weight for key, weight in named.items() if id(weight) not in written.seen}
     with gathered(unset.values()):
-        _set_rest(model.config, unset, seed=seed, constructed=partial(_construct_vectors, model))
+        _set_rest(model.config, unset, seed=seed, constructed=cache(partial(_construct_vectors, model)))
 
 
 def _draw_apart(
@@ -271,14 +271,18 @@ def _materialized(
             module._parameters[name] = weight
 
 
+def _writes_in_place(func: Callable[..., Any]) -> bool:
+    """Return whether a function writes to its argument, as torch names those that do."""
+    return func.__name__.endswith("_") and not func.__name__.endswith("__")
+
+
 class _NothingElsewhere(TorchFunctionMode):
     """Refuses writes to weights without storage, where the result of a rule outside its unit would be lost."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        writes = func.__name__.endswith("_") and not func.__name__.endswith("__")
-        for tensor in (*args, *(kwargs or {}).values()) if writes else ():
+        for tensor in (*args, *(kwargs or {}).values()) if _writes_in_place(func) else ():
             if isinstance(tensor, nn.Parameter) and tensor.is_meta:
                 raise RuntimeError(f"{func.__name__} of a weight of shape {tuple(tensor.shape)} outside its layer")
         return func(*args, **(kwargs or {}))
@@ -294,12 +298,9 @@ class _Written(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name, given = func.__name__, [*args, *(kwargs or {}).values()]
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            self.seen.update(id(tensor) for tensor in given[:1] if isinstance(tensor, Tensor))
-            self.seen.update(
-                id(tensor._base) for tensor in given[:1] if isinstance(tensor, Tensor) and tensor._base is not None
-            )
+        target = next(iter((*args, *(kwargs or {}).values())), None)
+        if isinstance(target, Tensor) and (func.__name__ == "__setitem__" or _writes_in_place(func)):
+            self.seen.update(id(tensor) for tensor in (target, target._base) if tensor is not None)
         return func(*args, **(kwargs or {}))
 
 

@@ -9,7 +9,7 @@ from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace.events import Parameter
 
 FP32_ITEMSIZE = 4
-# Names of embeddings and output projections in transformers.
+# Names in transformers: of embeddings that FSDP2 gathers by themselves, and of all embeddings and output projections of decoders.
 _EMBEDDINGS = ("embed_in", "embed_tokens", "wte", "wpe", "word_embeddings", "tok_embeddings")
 EMBEDDINGS_AND_HEADS = ("embed_tokens", "embed_in", "embed_positions", "wte", "wpe", "lm_head", "embed_out")
 
