@@ -1,7 +1,7 @@
 """Trains models that read images for a few steps, and compares the memory of a card with the estimate.
 
-Weights are random and images synthetic: of the sizes that a case names, as tensors of the shapes that the model's processor makes. Each case runs in a
-process of its own, by `tk.initialize` and `run.step`; one JSON object a run is written, with the peaks by phase beside the foreseen ones.
+Weights, text and images are random, the images of the sizes that a case names, as tensors of the shapes that the model's processor makes. Each case
+runs in a process of its own, by `tk.initialize` and `run.step`; one JSON object a run is written, with the peaks by phase beside the foreseen ones.
 
     python benchmarks/images.py --out rows.jsonl
     python benchmarks/images.py --out rows.jsonl --only qwen2.5-vl-3b-zero2 llava-1.5-7b-lora
@@ -82,27 +82,54 @@ def job_of(case: dict[str, Any], folder: Path, *, tiny: bool, gpu: str) -> Any:
     )
 
 
+def random_batch(plan: Any) -> dict[str, Any]:
+    """Gives a full micro-batch of a plan on the host, with random text and images, and no loss on the images' own tokens.
+
+    Text of nothing but padding will not do: hidden states that are zero have gradients of a thousandfold at each norm, and no step is taken.
+    """
+    import torch
+
+    from toolkit.memory.trace.spec import TraceSpec
+
+    drawn = torch.Generator().manual_seed(0)
+    batch, _ = TraceSpec.of(plan).make_batch()
+    config = plan.model.config
+    kept = {
+        value for key, value in config.items() if key.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
+    ids = batch["input_ids"]
+    is_image = torch.isin(ids, torch.tensor(sorted({*kept} - {0})))
+    text = torch.randint(1, plan.model.vocab_size, ids.shape, generator=drawn)
+    while (wrong := torch.isin(text, torch.tensor(sorted(kept)))).any():
+        text[wrong] = torch.randint(1, plan.model.vocab_size, (int(wrong.sum()),), generator=drawn)
+    batch["input_ids"] = torch.where(is_image, ids, text)
+    for name, value in batch.items():
+        if value.is_floating_point():
+            batch[name] = torch.randn(value.shape, generator=drawn)
+    return {**batch, "labels": batch["input_ids"].masked_fill(is_image, -100)}
+
+
 def run_case(name: str, *, tiny: bool, gpu: str) -> dict[str, Any]:
     """Runs a case in this process."""
     import torch
 
     import toolkit as tk
-    from toolkit.memory.trace.spec import TraceSpec
     from toolkit.trainer.memory_check import compare_memory
 
     case = next(case for case in read_cases() if case["id"] == name)
     with tempfile.TemporaryDirectory() as folder:
         plan = tk.resolve(job_of(case, Path(folder), tiny=tiny, gpu=gpu))
-        inputs, labels = TraceSpec.of(plan).make_batch()
-        batch = {**inputs, "labels": labels}
+        batch = random_batch(plan)
         with tk.initialize(plan) as run:
-            began, losses = time.perf_counter(), []
+            began, losses, norms = time.perf_counter(), [], []
             for _ in range(STEPS):
                 losses.append(float(run.step([batch] * plan.settings.batch.accumulation)))
+                norms.append(run.gradient_norm)
             compared = compare_memory(run)
             return {
                 "id": name,
                 "losses": losses,
+                "gradient_norms": norms,
                 "step_seconds": (time.perf_counter() - began) / STEPS,
                 "memory": None if compared is None else compared.to_dict(),
                 "device": "cpu" if tiny else torch.cuda.get_device_name(),
@@ -118,6 +145,8 @@ def main() -> int:
     parser.add_argument("--gpu", default="h200-sxm-141gb", help="card of the catalogue")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if unknown := set(options.only or ()) - {case["id"] for case in read_cases()}:
+        parser.error(f"--only: {', '.join(sorted(unknown))}: not in {CASES.name}")
     if options.case:
         print(json.dumps(run_case(options.case, tiny=options.tiny, gpu=options.gpu)))
         return 0

@@ -18,7 +18,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.state_dict_factory import SDLoaderBase
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerStateSwapInfo, OptimizerSwapper, SwapTensorContext
 from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMethodToModuleSubClasses
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups, set_z3_leaf_module, z3_leaf_module
@@ -166,8 +168,12 @@ def test_swap_files_are_named_by_ids_that_we_can_change(tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 def test_parameters_and_optimizer_of_a_zero_3_engine() -> None:
-    """In this process, which is left without groups and with torch's own linear function."""
+    """In this process, which is left without groups, models of ended engines and with torch's own linear function."""
     before = functional.linear
+    released = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    assert any(hasattr(cell.cell_contents, "cache_clear") for cell in released.__closure__), (
+        "a cache no longer keeps models"
+    )
     split = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else small weights stay gathered
     with tk.initialize(tiny_plan(ranks=1, parallel={"zero_stage": 3}, deepspeed=split)) as run:
         assert functional.linear is not before, "ZeRO-3 replaces it no longer, so nothing need be restored"
@@ -186,6 +192,9 @@ def test_parameters_and_optimizer_of_a_zero_3_engine() -> None:
         assert not any(group.swapped for group in masters)
         private.begin_backward(run.engine, 1)
         assert run.engine.optimizer.micro_step_id == 1
+        model = run.model
+        assert model in parameter_offload.FWD_MODULE_STACK, "a stack of the module no longer keeps models"
+    assert model not in parameter_offload.FWD_MODULE_STACK
     assert functional.linear is before
 
 

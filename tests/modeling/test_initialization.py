@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cards import card
 from ranks import run_distributed
 from tiny_models import ARCHITECTURES, empty_model, partitioned_model, tiny_config, whole_model
 from torch import nn
@@ -41,6 +42,20 @@ def test_weights_follow_the_distribution_of_from_config(architecture: str) -> No
     embedding = model.get_input_embeddings()
     if embedding.padding_idx is not None:
         assert not embedding.weight[padding].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(card() is None, reason="needs a CUDA device")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_card_draws_weights_in_host_memory_as_it_draws_its_own(architecture: str) -> None:
+    config = tiny_config(architecture)
+    there = empty_model(config).to("cuda")
+    initialize_weights(there, seed=3)
+    here = empty_model(config)
+    initialize_weights(here, seed=3, device=torch.device("cuda", torch.cuda.current_device()))
+    for name, weight in here.named_parameters():
+        assert not weight.is_cuda
+        assert torch.equal(weight, there.get_parameter(name).cpu()), name
 
 
 def test_what_no_rule_sets_is_as_the_constructor_makes_it() -> None:

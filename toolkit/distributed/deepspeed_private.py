@@ -121,6 +121,25 @@ def restore_patches() -> None:
         functional.linear = Patched.linear_bk
 
 
+def forget_engine(engine: Any) -> None:
+    """Let the memory of an ended engine be freed: ZeRO-3 keeps each model on a stack of the module, and in a cache of a class.
+
+    Source:
+        runtime/zero/parameter_offload.py FWD_MODULE_STACK; partitioned_param_coordinator.py __params_to_release, a method behind
+        functools.lru_cache and utils/nvtx.py instrument_w_nvtx.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    ended = set(engine.module.modules())
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module not in ended]
+    released = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    for cell in released.__closure__:
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
+
+
 # Parameters that ZeRO-3 has partitioned.
 
 

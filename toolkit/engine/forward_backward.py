@@ -34,12 +34,28 @@ class ForwardBackward(Protocol):
         """Do all forward and backward passes and the optimizer step; return this rank's part of the mean loss.
 
         Args:
-            micro_batches: Micro-batches of this data-parallel rank, on its device.
+            micro_batches: Micro-batches of this data-parallel rank, as `held_for` leaves them.
             num_targets: Number of unmasked tokens of the whole step, over all ranks. Scalar fp32.
         """
 
     def outputs(self, batch: MicroBatch) -> Any:
         """Return the whole model's outputs for a batch on this rank's device; None if other ranks have the last stage."""
+
+
+def held_for(batch: MicroBatch, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return a micro-batch that waits for its pass: its integers and labels on the device, images in host memory until then."""
+    on_card = device.type == "cuda"
+    return {
+        name: value.pin_memory()
+        if on_card and value.is_floating_point() and not value.is_cuda and name != "labels"
+        else value.to(device, non_blocking=True)
+        for name, value in batch.items()
+    }
+
+
+def moved_to(device: torch.device, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """Return a micro-batch whose tensors are on a device."""
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
 def step_loss(plan: Plan, world: World, engine: Any) -> StepLoss:
@@ -87,12 +103,13 @@ class GradientAccumulation:
 
     def run(self, micro_batches: Sequence[dict[str, torch.Tensor]], num_targets: torch.Tensor) -> torch.Tensor:
         total = torch.zeros((), device=self._world.device)
-        for index, batch in enumerate(micro_batches):
+        for index, held in enumerate(micro_batches):
             self._world.progress.move()
+            batch = moved_to(self._world.device, held)
             outputs = self.outputs(batch)
             loss, reported = self.losses.of_step(outputs, batch["labels"], num_targets, share=1 / len(micro_batches))
-            # Drop the last reference to the logits, so that the backward pass can free them.
-            del outputs
+            # Drop the last references to the logits, which the backward pass can then free, and to the images.
+            del outputs, batch
             self._memory.end("forward")
             self._engine.backward(loss, scale_wrt_gas=False)
             self._memory.end("backward")

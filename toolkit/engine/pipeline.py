@@ -17,7 +17,7 @@ import torch
 from toolkit.distributed.deepspeed_private import expect_backward
 from toolkit.distributed.p2p import P2PChannels
 from toolkit.distributed.world import World
-from toolkit.engine.forward_backward import MicroBatch, step_loss, without_search_for_documents
+from toolkit.engine.forward_backward import MicroBatch, moved_to, step_loss, without_search_for_documents
 from toolkit.engine.grad_reduction import reduction
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.pipeline_parallel import forward_stage, hidden_dtype, hidden_shape
@@ -69,7 +69,8 @@ class PipelineForwardBackward(ScheduleRunner):
 
     def run(self, micro_batches: Sequence[dict[str, torch.Tensor]], num_targets: torch.Tensor) -> torch.Tensor:
         self.failed = True
-        self._micro_batches, self._num_targets, self._losses = micro_batches, num_targets, []
+        self._micro_batches = [moved_to(self._world.device, batch) for batch in micro_batches]
+        self._num_targets, self._losses = num_targets, []
         total = torch.zeros((), device=self._world.device)
         with self._reduction.step():
             self.run_actions()

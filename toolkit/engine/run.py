@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,10 +24,10 @@ from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import PreparedData
 from toolkit.data.streaming import StreamedRows, StreamLoader
 from toolkit.distributed.collectives import all_gather
-from toolkit.distributed.deepspeed_private import restore_patches
+from toolkit.distributed.deepspeed_private import forget_engine, restore_patches
 from toolkit.distributed.world import World, destroy_world
 from toolkit.engine.batch_check import compare_batches
-from toolkit.engine.forward_backward import ForwardBackward, GradientAccumulation, MicroBatch
+from toolkit.engine.forward_backward import ForwardBackward, GradientAccumulation, MicroBatch, held_for, moved_to
 from toolkit.engine.hyperparameters import Hyperparameters
 from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
@@ -185,16 +186,27 @@ class Run:
             self.finish_saving()
             self.call_hooks("end")
         finally:
-            if self._engine is not None:
-                if (overlapped := getattr(self._engine, "overlapped", None)) is not None:
-                    overlapped.close()
-                self._engine.destroy()
-            self._engine = None
+            self._release_engine()
             restore_patches()
             if self._placement is not None:
                 self._placement.release()
             if leave_groups:
                 destroy_world(self.world)
+
+    def _release_engine(self) -> None:
+        """Free the memory of the engine and its model, which refer to themselves in circles."""
+        engine, self._engine = self._engine, None
+        if engine is None:  # a hook has closed the run
+            return
+        if (overlapped := getattr(engine, "overlapped", None)) is not None:
+            overlapped.close()
+        engine.destroy()
+        forget_engine(engine)
+        self.host_copy = None
+        del engine, overlapped, self._passes, self._schedule
+        gc.collect()
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @checks_arguments
     def prepare(self, tokenizer: TransformersTokenizer) -> PreparedData:
@@ -216,16 +228,19 @@ class Run:
     @property
     def model(self) -> nn.Module:
         """The model inside the engine: a `PreTrainedModel`, or a `PeftModel` around one."""
+        self._check_open()
         return self.engine.module  # type: ignore[no-any-return]
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
+        self._check_open()
         return float(self._engine.get_lr()[0])
 
     @property
     def gradient_norm(self) -> float | None:
         """The global norm before clipping of the last step; None if the engine does not compute it."""
+        self._check_open()
         plain = self._passes.plain_norm
         norm = self._engine.get_global_grad_norm() if plain is None else plain
         return None if norm is None else float(norm)
@@ -233,6 +248,7 @@ class Run:
     @checks_arguments
     def set_num_steps(self, count: Annotated[int, AtLeast(1), AtMost(MAX_STEPS)]) -> None:
         """Set the length of the run, on which the learning-rate schedule depends."""
+        self._check_open()
         self.num_steps = count
         self._schedule.set_num_steps(count)
 
@@ -335,7 +351,7 @@ class Run:
             SpecError: ARGUMENT if a micro-batch lacks one of the two.
             RunError: STEP_MICRO_BATCHES if their number is not the plan's; STEP_TOTAL_UNKNOWN if the length of the run is
                 not known yet; TP_BATCH if ranks of one replica were given different batches (first step);
-                STEP_AFTER_FAILURE if an earlier pass of a pipeline has failed; DISK_FULL, CHECKPOINT_UNWRITABLE if a checkpoint
+                STEP_AFTER_FAILURE if an earlier pass of a pipeline has failed; RUN_CLOSED; DISK_FULL, CHECKPOINT_UNWRITABLE if a checkpoint
                 that was being written has failed.
         """
         self._check(micro_batches)
@@ -347,12 +363,12 @@ class Run:
     def _step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.last_learning_rate = self.learning_rate
         device = self.world.device
-        moved = [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in micro_batches]
+        held = [held_for(batch, device) for batch in micro_batches]
         if not self._batches_compared:
             compare_batches(micro_batches, self.world)
             self._batches_compared = True
-        targets = torch.stack([self._passes.losses.count(batch["labels"]) for batch in moved]).sum()
-        flags = torch.tensor([*self._asks(), _num_tokens(moved)], device=device)
+        targets = torch.stack([self._passes.losses.count(batch["labels"]) for batch in held]).sum()
+        flags = torch.tensor([*self._asks(), _num_tokens(held)], device=device)
         counts = torch.cat([targets.view(1), flags]).to(torch.float64)
         dist.all_reduce(counts)
         # Tensor ranks, stages and ranks that share rows have counted the same tokens.
@@ -360,7 +376,7 @@ class Run:
         self._heed(self._requests.read(counts[1:5]))
         self._num_tokens += counts[5]
         num_targets = counts[0].clamp(min=1).to(torch.float32)
-        total = self._passes.run(moved, num_targets)
+        total = self._passes.run(held, num_targets)
         dist.all_reduce(total, group=self._replicas)
         self.step_count += 1
         self.call_hooks("step_end", total)
@@ -498,7 +514,7 @@ class Run:
 
         Raises:
             SpecError: ARGUMENT if a batch lacks `input_ids`.
-            RunError: STEP_AFTER_FAILURE if an earlier pass of a pipeline has failed.
+            RunError: STEP_AFTER_FAILURE if an earlier pass of a pipeline has failed; RUN_CLOSED.
         """
         for batch, outputs in self._outputs(batches, _BATCH[:1]):
             self._join_slices(outputs)
@@ -511,7 +527,7 @@ class Run:
         try:
             for batch in each_fitting(Run.outputs, "batches", batches):
                 _check_names("batches", batch, names)
-                moved = {key: value.to(self.world.device, non_blocking=True) for key, value in batch.items()}
+                moved = moved_to(self.world.device, batch)
                 with torch.no_grad():
                     outputs = self._passes.outputs(moved)
                 yield moved, outputs
@@ -539,7 +555,16 @@ class Run:
             dataset, flatten=self.plan.settings.attention == "flash_attention_2", num_slices=self.world.grid.cp
         )
 
+    def _check_open(self) -> None:
+        if self._engine is None:
+            raise RunError.of(
+                code="RUN_CLOSED",
+                message="the run is closed, and its engine and model are gone",
+                fix="Step, evaluate, save and read the model inside the `with` block of `tk.initialize`",
+            )
+
     def _check_whole(self) -> None:
+        self._check_open()
         if self._passes.failed:
             raise RunError.of(
                 code="STEP_AFTER_FAILURE",

@@ -63,6 +63,11 @@ ADAPTER_INPUTS = (
     "gradient; `toolkit train` frees both before the step"
 )
 
+ADAPTER_IMAGES = (
+    "adapters of a model that reads images are estimated as run by `toolkit train`: under checkpointing, Trainer has a frozen vision "
+    "tower keep its layers' inputs as well"
+)
+
 
 @checks_arguments
 def estimate(
@@ -298,7 +303,7 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
     if plan.job.train.optimizer == "paged_adamw_8bit":
         yield PAGED
     if plan.job.train.method != "full" and plan.settings.gradient_checkpointing and plan.grid.size("model") == 1:
-        yield ADAPTER_INPUTS
+        yield ADAPTER_INPUTS if plan.image_inputs is None else ADAPTER_IMAGES
     if plan.job.train.torch_compile and plan.on_cpu:
         yield "on CPU processes torch.compile is estimated as eager execution, which needs no less"
     if plan.grid.pp > 1 and not plan.on_cpu:

@@ -237,8 +237,9 @@ def build_model(
         shard_model(model, options, tp_group=world.tp_group, part=part)
         zero_config = plan.deepspeed_config() if plan.settings.zero_stage == 3 else None
         allocate(model, device=device, zero_config=zero_config, dp_group=dp_group, mpu=ModelParallelUnit(world))
+    drawn_on = device if world is None else world.device  # the model itself may wait in host memory
     if weights is None:
-        initialize_weights(model, seed=options.seed, dense=dense)
+        initialize_weights(model, seed=options.seed, dense=dense, device=drawn_on)
     else:
         load_pretrained(
             model,
@@ -247,6 +248,7 @@ def build_model(
             dense=dense,
             grows=options.grows,
             head_seed=options.head_seed,
+            device=drawn_on,
             progress=on_progress,
         )
     context_group = None if world is None else world.context_group

@@ -23,6 +23,8 @@ from toolkit.modeling.local_shard import LocalShard
 from toolkit.modeling.nf4 import layer_of, pack
 
 _DEVIATION = 0.02  # of most configurations, where one does not say
+# Functions that write without drawing or computing: what they write may be written where it belongs.
+_PLAIN_WRITES = frozenset({"copy_", "fill_", "zero_", "zeros_", "ones_", "constant_"})
 _DONE = "_is_hf_initialized"  # transformers.initialization skips tensors with this attribute
 
 
@@ -34,6 +36,7 @@ def initialize_weights(
     modules: frozenset[str] | None = None,
     dense: PreTrainedModel | None = None,
     part: LocalShard | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Draw every weight by the architecture's own rule, with a separate seed for each module.
 
@@ -52,6 +55,8 @@ def initialize_weights(
         dense: Whole model on the meta device, with its tied weights; required for a model that was sharded by
             `apply_tensor_parallel` or split by `split_model`.
         part: What this rank has of `dense`; found in the model by default.
+        device: Card that draws weights of a model in host memory, with the values of a model on the card, and far faster; by
+            default they are drawn where they are.
     Collectives:
         Under ZeRO-3 one all-gather and one broadcast per module (per weight of a sharded model); otherwise none.
     Raises:
@@ -62,11 +67,13 @@ def initialize_weights(
     if part is None:
         part = LocalShard.of(model, dense)
         tie_weights(model)
-    with torch.random.fork_rng(devices=_cuda_devices(model)), guard_torch_init_functions():
+    device = device or next(model.parameters()).device
+    with torch.random.fork_rng(devices=_cuda_devices(model, device)), guard_torch_init_functions():
         if dense is None:
-            _draw_in_place(model, seed=seed, modules=modules)
+            with _DrawnOn(device):
+                _draw_in_place(model, seed=seed, modules=modules)
         else:
-            _draw_apart(model, dense, part, seed=seed, modules=modules)
+            _draw_apart(model, dense, part, device=device, seed=seed, modules=modules)
     initialize_buffers(model)
 
 
@@ -90,10 +97,15 @@ def _draw_in_place(model: PreTrainedModel, *, seed: int, modules: frozenset[str]
 
 
 def _draw_apart(
-    model: PreTrainedModel, dense: PreTrainedModel, part: LocalShard, *, seed: int, modules: frozenset[str] | None
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    part: LocalShard,
+    *,
+    device: torch.device,
+    seed: int,
+    modules: frozenset[str] | None,
 ) -> None:
     """Draw the dense twin unit by unit, and copy this rank's part of each into the model."""
-    device = next(model.parameters()).device
     constructed = cache(partial(_construct_vectors, dense))
     done: set[nn.Parameter] = set()
     for _, members in groupby(_children_first(dense), key=_units(dense)):
@@ -304,6 +316,34 @@ class _Written(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _DrawnOn(TorchFunctionMode):
+    """Draws weights in host memory on a card, and copies them back: a rule then runs as if they were there."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        target = next(iter((*args, *kwargs.values())), None)
+        if (
+            not isinstance(target, Tensor)
+            or target.device.type != "cpu"
+            or self._device.type == "cpu"
+            or func.__name__ in _PLAIN_WRITES
+            or not _writes_in_place(func)
+        ):
+            return func(*args, **kwargs)
+        there = target.to(self._device)
+        func(
+            *(there if given is target else given for given in args),
+            **{key: there if given is target else given for key, given in kwargs.items()},
+        )
+        return target.copy_(there)
+
+
 class _GatherIfTouched(TorchFunctionMode):
     """Gathers a ZeRO-3 weight for the one operation that touches it.
 
@@ -403,6 +443,7 @@ def _construct_vectors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: weight for name, weight in constructed.named_parameters() if not weight.is_meta}
 
 
-def _cuda_devices(model: nn.Module) -> list[int]:
-    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()] if tensor.device.type == "cuda"}
+def _cuda_devices(model: nn.Module, *others: torch.device) -> list[int]:
+    used = {*others, *(tensor.device for tensor in [*model.parameters(), *model.buffers()])}
+    devices = {device for device in used if device.type == "cuda"}
     return sorted(device.index if device.index is not None else torch.cuda.current_device() for device in devices)

@@ -74,6 +74,7 @@ def load_pretrained(
     part: LocalShard | None = None,
     grows: bool = False,
     head_seed: int | None = None,
+    device: torch.device | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
     """Fill a model from a folder that `save_pretrained` wrote, and initialise its buffers.
@@ -91,6 +92,7 @@ def load_pretrained(
         part: What this rank has of `dense`; found in the model by default.
         grows: Whether the model's embeddings may have more rows than those of the folder, the mean of which fills the others.
         head_seed: Seed of a head for other labels than the folder's model has; None where the folder has all weights.
+        device: As of `initialize_weights`, for such a head.
         progress: Called on each rank with the number of loaded tensors and their total.
     Collectives:
         A broadcast of each tensor over `group` (ZeRO 0 to 2, and FSDP2), or an all-gather and a broadcast over the ZeRO group. For a
@@ -114,7 +116,7 @@ def load_pretrained(
     names, report = together(reader.plan if reader else None)
     if report.initialized:
         owners = frozenset(key.rpartition(".")[0] for key in report.initialized)
-        initialize_weights(model, seed=head_seed or 0, modules=owners, dense=dense, part=part)
+        initialize_weights(model, seed=head_seed or 0, modules=owners, dense=dense, part=part, device=device)
     done = 0
     for number, keys in enumerate(names):
         values = together(partial(reader.values, number) if reader else None, keep=True)

@@ -432,9 +432,11 @@ def _needs_input_gradient(spec: TraceSpec, *, whole: bool) -> bool:
     """Return whether the first layer's input has a gradient despite a frozen embedding; both then outlive the pass.
 
     Under checkpointing, transformers' gradient_checkpointing_enable does so, with Trainer or Accelerate; `toolkit train`,
-    which alone runs pipelines, needs it under ZeRO-3 with tensor ranks (modeling.build build_model).
+    which alone runs pipelines, needs it under ZeRO-3 with tensor ranks (modeling.build build_model). With Trainer the patches of
+    a model that reads images get one as well, so that all that its frozen tower keeps would be counted: those models are
+    traced as `toolkit train` runs them.
     """
-    if spec.lora is None:
+    if spec.lora is None or spec.images is not None:
         return False
     if spec.tensor > 1:
         return spec.keeps_inputs
