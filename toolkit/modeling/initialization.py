@@ -25,6 +25,8 @@ from toolkit.modeling.nf4 import layer_of, pack
 _DEVIATION = 0.02  # of most configurations, where one does not say
 # Functions that write without drawing or computing: what they write may be written where it belongs.
 _PLAIN_WRITES = frozenset({"copy_", "fill_", "zero_", "zeros_", "ones_", "constant_"})
+# Functions that draw a whole tensor, whatever it was.
+_DRAWS = frozenset({"normal_", "uniform_", "trunc_normal_"})
 _DONE = "_is_hf_initialized"  # transformers.initialization skips tensors with this attribute
 
 
@@ -336,7 +338,8 @@ class _DrawnOn(TorchFunctionMode):
             or not _writes_in_place(func)
         ):
             return func(*args, **kwargs)
-        there = target.to(self._device)
+        draws = func.__name__ in _DRAWS
+        there = torch.empty_like(target, device=self._device) if draws else target.to(self._device)
         func(
             *(there if given is target else given for given in args),
             **{key: there if given is target else given for key, given in kwargs.items()},

@@ -84,10 +84,16 @@ class Stage12(EngineReplay):
         if settings.streamed is not None:
             layers = streamed_layers(self.trace.parameters, trained=settings.streamed == "all")
             whole = sum(parameter.size for parameter in self.trace.parameters)
-            account.allocate("parameters", whole - sum(layers.values()))
+            waiting = 0  # weights that come to the card after DeepSpeed has taken its own
+            if flat_on_host(self.trace.parameters, settings):
+                waiting = sum(each.size for each in self.trainable) - sum(
+                    streamed_layers(self.trainable, trained=True).values()
+                )
+            account.allocate("parameters", whole - sum(layers.values()) - waiting)
             if not flat_on_host(self.trace.parameters, settings):
                 account.transient("flattening at start", 2 * self._partition * settings.dp_size * settings.itemsize)
             account.transient("offload staging buffer", self.largest_numel * settings.itemsize)
+            account.allocate("parameters", waiting)
             account.allocate("layers at a time", slot_bytes(layers.values()))
             return
         frozen = sum(parameter.size for parameter in self.trace.parameters if not parameter.trainable)
