@@ -12,6 +12,7 @@ from ranks import leave_group, run_on_cards
 from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
+from toolkit.launch.environment import ALLOCATOR
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(card() is None, reason="needs a CUDA device that computes in bf16")]
 
@@ -64,7 +65,9 @@ def train(rank: int, gpu: str, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     folder = str(tmp_path_factory.mktemp("saved"))
-    return run_on_cards(train, 1, str(card()), folder, num_cards=1, timeout_seconds=300)[0]  # type: ignore[no-any-return]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)  # as a launch sets it, which the estimate takes for granted
+        return run_on_cards(train, 1, str(card()), folder, num_cards=1, timeout_seconds=300)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.timeout(400)
@@ -82,6 +85,6 @@ def test_it_goes_on_as_layers_that_stay(found: dict[Any, Any], way: str) -> None
 @pytest.mark.parametrize("way", WAYS)
 def test_the_card_takes_what_was_foreseen(found: dict[Any, Any], way: str) -> None:
     phases = tk.estimate(plan_of(way, STREAMED, str(card()))).ranks[0].phases
-    for phase in ("forward", "backward"):
+    for phase in ("init", "forward", "backward", "step"):
         foreseen = phases[phase].allocated_bytes
-        assert found[way, "streamed"]["peaks"][phase] == pytest.approx(foreseen, rel=0.02), phase
+        assert found[way, "streamed"]["peaks"][phase] == pytest.approx(foreseen, rel=1e-3), phase

@@ -84,7 +84,7 @@ class Stage12(EngineReplay):
         if settings.streamed is not None:
             layers = streamed_layers(self.trace.parameters, trained=settings.streamed == "all")
             whole = sum(parameter.size for parameter in self.trace.parameters)
-            waiting = 0  # weights that come to the card after DeepSpeed has taken its own
+            waiting = 0  # weights that come to the card when DeepSpeed's staging buffer has left it
             if flat_on_host(self.trace.parameters, settings):
                 waiting = sum(each.size for each in self.trainable) - sum(
                     streamed_layers(self.trainable, trained=True).values()
@@ -92,9 +92,9 @@ class Stage12(EngineReplay):
             account.allocate("parameters", whole - sum(layers.values()) - waiting)
             if not flat_on_host(self.trace.parameters, settings):
                 account.transient("flattening at start", 2 * self._partition * settings.dp_size * settings.itemsize)
+            account.allocate("layers at a time", slot_bytes(layers.values()))
             account.transient("offload staging buffer", self.largest_numel * settings.itemsize)
             account.allocate("parameters", waiting)
-            account.allocate("layers at a time", slot_bytes(layers.values()))
             return
         frozen = sum(parameter.size for parameter in self.trace.parameters if not parameter.trainable)
         account.allocate("parameters", frozen + self.num_trainable * settings.itemsize)
