@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+import toolkit as tk
 from toolkit.catalog.models import resolve_model
 from toolkit.config.job import Job
 from toolkit.cost import step_time
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
-from toolkit.planner.bounds import Corrections, Setting, foresee
+from toolkit.planner.bounds import Corrections, Setting, foresee, state_bytes
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.make import ask
 from toolkit.planner.options import setting_of
@@ -104,8 +105,9 @@ def test_the_active_experts_alone_compute():
         ),
         SETTING._replace(micro=8, accumulation=1, checkpointing=0.0, loss="liger", kernels="liger"),
         SETTING._replace(micro=4, accumulation=2, checkpointing=0.0, stage=3, offload="optimizer-cpu"),
+        SETTING._replace(micro=4, accumulation=2, checkpointing=0.0, loss="full", offload="full-cpu"),
     ],
-    ids=lambda setting: f"{setting.loss}-{setting.kernels}-{setting.checkpointing}-{setting.stage}",
+    ids=lambda setting: f"{setting.loss}-{setting.kernels}-{setting.checkpointing}-{setting.stage}-{setting.offload}",
 )
 def test_times_are_near_to_exact_ones(setting):
     job = Job.model_validate(
@@ -120,8 +122,14 @@ def test_times_are_near_to_exact_ones(setting):
     shape = shape_of(question.job, question.model, sequence_length=2048)
     case = Scenario(job=question.job, model=question.model, gpu=question.gpus[0])
     plan = case.changed(values_of(question, cluster, setting)).plan()
-    exact = step_time(plan, estimator.traces(plan)).seconds
+    traces = estimator.traces(plan)
+    exact = step_time(plan, traces).seconds
     assert foresee(shape, cluster, setting, "bf16", Corrections()).seconds == pytest.approx(exact, rel=0.2)
+    if setting.offload == "full-cpu":
+        assert plan.offload_engine == "overlapped"
+        kept = tk.estimate(plan, traced=traces).host.bytes_per_rank
+        _, host = state_bytes(shape, setting, 2, ranks=1)
+        assert host == pytest.approx(sum(kept.values()) - kept["process"], rel=0.02)
 
 
 def test_what_is_most_alike_corrects_a_time(question):

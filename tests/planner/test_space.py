@@ -106,6 +106,23 @@ def test_engines_of_a_rank_and_of_several():
     assert list(profiles(asked("llama-3.2-1b", train={"optimizer": "adamw_8bit"}))[3]) == ["none", "activations-cpu"]
 
 
+def test_layers_are_streamed_on_one_card_where_nothing_is_in_the_way():
+    question = asked("llama-3.2-1b")
+    assert profiles(question)[2]["full-cpu"] == [1.0]
+    assert "full-cpu" not in profiles(question, on=cluster())[2]
+    assert "full-cpu" not in profiles(question, tensor=2, on=cluster(gpus_per_node=2))[2]
+    for section in (
+        {"train": {"method": "qlora"}},
+        {"train": {"torch_compile": True}},
+        {"train": {"optimizer": "adamw_8bit"}},
+    ):
+        assert "full-cpu" not in profiles(asked("llama-3.2-1b", **section))[2]
+    assert "full-cpu" not in profiles(asked("llama-3.2-1b", parallel={"offload_engine": "deepspeed"}))[2]
+    chosen = Setting(1, 1, 2, "full-cpu", 2, 16, 1.0, "full", "eager", False)
+    assert values_of(question, cluster(gpus_per_node=1), chosen)["parallel.offload_engine"] == "overlapped"
+    assert "parallel.offload_engine" not in chosen._replace(stage=3).values()
+
+
 def test_files_are_written_only_where_the_job_names_a_folder():
     assert "full-nvme" not in profiles(asked("llama-3.2-1b"))[3]
     job = Job.model_validate(

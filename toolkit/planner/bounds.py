@@ -12,7 +12,7 @@ from toolkit.catalog.gpus import Gpu
 from toolkit.config.job import ExpertSharding, Kernels, Loss, Offload, Precision
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.shape import Shape, itemsize_of
-from toolkit.planning.offload import PROFILES
+from toolkit.planning.offload import PROFILES, STREAMED_LAYERS
 from toolkit.units import GIB
 
 # Context, kernels and communicators of a process on a card, bytes: 1.3 to 2.1 GiB in measured runs.
@@ -90,6 +90,7 @@ class Setting(NamedTuple):
             "parallel.pipeline": self.pipeline,
             "parallel.offload": self.offload,
             **({"parallel.offload_ratio": self.offload_ratio} if PROFILES[self.offload].partial else {}),
+            **({"parallel.offload_engine": "overlapped"} if self.streams else {}),
             **({"parallel.experts": self.experts} if self.experts == "whole" else {}),
         }
 
@@ -107,12 +108,24 @@ class Setting(NamedTuple):
     def overlaps(self) -> bool:
         """Whether the toolkit steps the optimizer on the host beside the card (toolkit.planning.unchecked_plan offload_engine)."""
         profile = PROFILES[self.offload]
-        return profile.optimizer == "cpu" and not profile.parameters and self.stage in (1, 2) and self.pipeline == 1
+        if profile.optimizer != "cpu" or self.stage not in (1, 2) or self.pipeline > 1:
+            return False
+        return self.streams or not profile.parameters
+
+    @property
+    def streams(self) -> bool:
+        """Whether the toolkit brings the layers' weights to the card."""
+        return is_streamed(self.stage, self.offload)
 
     @property
     def keeps_inputs_on_host(self) -> bool:
         """Whether the inputs of recomputed layers wait in the host's memory."""
         return PROFILES[self.offload].activations
+
+
+def is_streamed(stage: int, offload: Offload) -> bool:
+    """Return whether the toolkit brings the layers' weights to the card: `full-cpu` under ZeRO-2, for which DeepSpeed has no engine."""
+    return offload == "full-cpu" and stage == 2
 
 
 class Foreseen(NamedTuple):
@@ -207,9 +220,10 @@ def state_bytes(shape: Shape, setting: Setting, itemsize: int, *, ranks: int) ->
     weights = itemsize * shape.parameters / split
     working = 0.0
     profile = PROFILES[offload]
+    layer, table = shape.parameters / shape.layers, shape.vocabulary * shape.hidden
+    if setting.streams:
+        weights = itemsize * (STREAMED_LAYERS * layer + table)
     if stage == 3:
-        layer = shape.parameters / shape.layers
-        table = shape.vocabulary * shape.hidden
         working = itemsize * (min(_LIVE_PARAMETERS, shape.parameters) if dp_size > 1 else 0.0) / split
         working = max(working, 2 * itemsize * max(layer, table) / split)
         weights = 0.0 if profile.parameters else weights / dp_size
@@ -220,9 +234,16 @@ def state_bytes(shape: Shape, setting: Setting, itemsize: int, *, ranks: int) ->
     if profile.optimizer == "cpu":
         moved = setting.offload_ratio
         state = 1.0 if setting.overlaps else moved  # the host also has what the card steps, for checkpoints
-        host = (state * shape.state_bytes + moved * (4 + 2 * (1 + (setting.accumulation > 1)))) * shape.trainable
+        passed = 4 + 2 * (1 + (setting.accumulation > 1))
+        if (
+            setting.overlaps
+        ):  # gradients and weights in their own precision, or the streamed weights themselves, and sums in fp32
+            passed = itemsize * (1 if setting.streams else 2) + 4 * (setting.accumulation > 1)
+        host = (state * shape.state_bytes + moved * passed) * shape.trainable
         optimizer *= 1 - moved
         gradients *= 1 - moved + moved / (1 if stage < 2 else 4)
+        if setting.streams:
+            gradients = min(gradients, summed * (layer + table))
     elif profile.optimizer:  # in files: the host has buffers alone
         optimizer, gradients = 0.0, gradients / 4
     if profile.parameters == "cpu":
@@ -329,6 +350,9 @@ def step_seconds(
     if setting.overlaps:
         tensors = shape.layers * (_WEIGHTS_OF_LAYER if shape.trains_all else _ADAPTERS_OF_LAYER)
         forward = device / (passes * setting.accumulation)
+        if setting.streams:  # the layers of each pass, beside it
+            pcie = 0.7 * (gpu.pcie_bandwidth_bytes_per_second or 16e9)
+            seconds = max(seconds, 2 * setting.accumulation * itemsize * shape.parameters / pcie)
         return seconds + max(0.0, optimizer - forward) + _HOST_SECONDS_OF_STEP + tensors * _HOST_SECONDS_OF_WEIGHT
     return seconds + optimizer
 

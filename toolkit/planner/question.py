@@ -41,6 +41,7 @@ CHOSEN_KEYS = (
     "parallel.pipeline",
     "parallel.offload",
     "parallel.offload_ratio",
+    "parallel.offload_engine",
 )
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}

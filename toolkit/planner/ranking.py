@@ -16,6 +16,7 @@ from toolkit.planner.bounds import (
     beside_passes,
     foresee,
     inputs_on_host,
+    is_streamed,
     state_bytes,
     step_seconds,
 )
@@ -145,22 +146,23 @@ class Ranking:
             if self._evaluator.is_refused(tensor=tensor, pipeline=pipeline):
                 continue
             sizes = list(batches(question, cluster, split=tensor * pipeline, pipeline=pipeline))
-            kinds: dict[int, list[Mode]] = {}  # by ZeRO stage
+            kinds: dict[tuple[int, bool], list[Mode]] = {}  # by ZeRO stage, and whether layers are streamed
             for stage, offload, ratio in engines(question, cluster, tensor=tensor, pipeline=pipeline):
-                if stage not in kinds:
+                kind = stage, is_streamed(stage, offload)
+                if kind not in kinds:
                     found = modes(
                         question,
                         stage=stage,
                         tensor=tensor,
                         pipeline=pipeline,
                         precision=precision,
-                        compiles=self.compiled,
+                        compiles=self.compiled and not kind[1],
                     )
-                    kinds[stage] = list(found)
+                    kinds[kind] = list(found)
                 shares = [share for share in recomputed if share or not PROFILES[offload].activations]
-                if not (sizes and kinds[stage] and shares):
+                if not (sizes and kinds[kind] and shares):
                     continue
-                (micro, accumulation), (loss, kernels, compiled) = sizes[0], kinds[stage][0]
+                (micro, accumulation), (loss, kernels, compiled) = sizes[0], kinds[kind][0]
                 first = Setting(
                     tensor,
                     pipeline,
@@ -176,7 +178,7 @@ class Ranking:
                 )
                 for experts in expert_shardings(question, tensor=tensor):
                     each = first._replace(experts=experts)
-                    yield each, partial(self._expand, cluster, each, shares, sizes, kinds[stage])
+                    yield each, partial(self._expand, cluster, each, shares, sizes, kinds[kind])
 
     def _expand(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.catalog.tasks import task_of
 from toolkit.config.job import TORCH_ADAMW, ExpertSharding, Job, Kernels, Loss, Offload
-from toolkit.planner.bounds import Setting, least_bytes
+from toolkit.planner.bounds import Setting, is_streamed, least_bytes
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.question import Question
 from toolkit.planner.shape import Shape, itemsize_of, precision_on
@@ -89,11 +89,31 @@ def engines(question: Question, cluster: Candidate, *, tensor: int = 1, pipeline
             continue
         if said is None and stage == 3 and (pipeline > 1 or job.train.method == "qlora"):
             continue
-        for profile in [offload] if offload is not None else _profiles(job, stage=stage, pipeline=pipeline):
+        streams = ranks == 1 and tensor == pipeline == 1 and may_stream(question)
+        profiles = _profiles(job, stage=stage, pipeline=pipeline) + (["full-cpu"] if stage == 2 and streams else [])
+        for profile in [offload] if offload is not None else profiles:
+            if is_streamed(stage, profile) and not streams:
+                continue
             if PROFILES[profile].partial:
                 yield from ((stage, profile, share) for share in ([ratio] if ratio is not None else _RATIOS))
             else:
                 yield stage, profile, 1.0
+
+
+def may_stream(question: Question) -> bool:
+    """Return whether the toolkit may bring the layers' weights to the card: what the job says does not forbid it.
+
+    That is one card alone: each of several would have all streamed weights in host memory of its own.
+    """
+    job, said = question.job, question.said
+    return (
+        task_of(job.model, question.model.config) == "causal-lm"
+        and job.train.method != "qlora"
+        and job.train.optimizer in ("adamw", *TORCH_ADAMW)
+        and job.parallel.context == 1
+        and said("parallel.offload_engine") != "deepspeed"
+        and not said("train.torch_compile")
+    )
 
 
 def _may_replicate(question: Question, cluster: Candidate, *, ranks: int, split: int) -> bool:

@@ -152,7 +152,7 @@ class UncheckedPlan:
         written = self.job.deepspeed or {}
         zero = written.get("zero_optimization")
         if self.profile.name == "full-cpu" and not self.profile.streams:
-            why = "layers that the toolkit streams have not been measured on a card yet, so offload_engine=overlapped has to be asked for"
+            why = "DeepSpeed fetches the layers under ZeRO-3, unless offload_engine=overlapped has the toolkit stream them"
             return Obstacle(why, "Set parallel.offload_engine to overlapped")
         if self.profile.optimizer != "cpu":
             return Obstacle(

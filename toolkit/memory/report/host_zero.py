@@ -81,14 +81,16 @@ def _replay_overlapped(memory: HostMemory, trace: MemoryTrace, settings: EngineS
 
 
 def _build_on_host(memory: HostMemory, trace: MemoryTrace, settings: EngineSettings) -> None:
-    """Build the whole model on the host, where streamed weights stay, and all trained ones if some of them are streamed."""
+    """Build the whole model on the host, where streamed weights stay, and all trained ones if some of them are streamed.
+
+    The others go to the card before trained weights are flattened, and frozen ones move to page-locked memory a layer at a time.
+    """
     frozen = streamed_layers(trace.parameters, trained=False)
     trained = sum(parameter.size for parameter in trace.parameters if parameter.trainable)
     flat = trained if flat_on_host(trace.parameters, settings) else 0
     memory.allocate("weights", sum(frozen.values()) + flat)
     moved = sum(parameter.size for parameter in trace.parameters) - sum(frozen.values()) - flat
-    page_locked = max(frozen.values(), default=0)  # one layer at a time
-    with memory.temporary("weights as they were built", moved + max(flat, page_locked)):
+    with memory.temporary("weights as they were built", max(moved, flat, *frozen.values())):
         pass
 
 
