@@ -1,4 +1,4 @@
-"""The cases of models that read images, which benchmarks/images.py runs on a card, are estimated: the published sizes, and in its memory."""
+"""The cases of models that read images, which benchmarks/images.py ran on an H200: the published sizes, and the memory that they took."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,8 @@ import yaml
 import toolkit as tk
 from toolkit.memory.trace.run import trace
 
-DOCUMENT = yaml.safe_load((Path(__file__).parents[1] / "data" / "cards" / "image_cases.yaml").read_text("utf-8"))
+ROOT = Path(__file__).parents[2]
+DOCUMENT = yaml.safe_load((ROOT / "tests/data/cards/image_cases.yaml").read_text("utf-8"))
 CASES = {case["id"]: case for case in DOCUMENT["cases"]}
 # Weights of the published files, in billions.
 SIZES = {"qwen2.5-vl-3b": 3.75, "qwen3-vl-4b": 4.44, "gemma-3-4b": 4.30, "smolvlm2-2.2b": 2.25, "llava-1.5-7b": 7.06}
@@ -31,9 +32,17 @@ def plan_of(name, folder):
     )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", CASES)
-def test_a_case_of_images_is_estimated_and_fits_its_card(name, tmp_path):
+RUNS = {
+    row["id"]: row
+    for row in map(json.loads, (ROOT / "benchmarks/results/images-1xh200.jsonl").read_text("utf-8").splitlines())
+}
+QUICK = ("llava-1.5-7b-lora",)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+)
+def test_a_case_of_images_is_estimated_as_the_card_took_it(name, tmp_path):
     plan = plan_of(name, tmp_path)
     parameters = trace(plan).parameters
     frozen = sum(each.numel for each in parameters if not each.trainable)
@@ -43,4 +52,8 @@ def test_a_case_of_images_is_estimated_and_fits_its_card(name, tmp_path):
     assert (frozen > 0) == (plan.settings.freeze_vision or added > 0)
     report = tk.estimate(plan)
     assert report.fits
-    assert report.required_bytes > 2 * whole
+    for phase, measured in RUNS[name]["peak_bytes"].items():
+        # transformers 5.17, with which these ran, takes a little less in the forward pass than 5.24; neither has its peak there.
+        near = 0.005 if phase == "forward" else 0.002
+        assert report.ranks[0].phases[phase].allocated_bytes == pytest.approx(measured, rel=near), phase
+    assert report.peak_allocated_bytes == pytest.approx(RUNS[name]["peak_allocated_bytes"], rel=0.0015)
